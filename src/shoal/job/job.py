@@ -1,0 +1,61 @@
+"""The Job: model, data, loss and optimizer in plain PyTorch; typed fields with defaults are its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Job(BaseModel):
+    """What to train. Subclass it in one Python file; annotated class fields with defaults become settings.
+
+    ``model``, ``data``, ``loss`` and ``optimizer`` must be written; the rest have defaults. A batch is a pair
+    (inputs, targets): inputs is a tensor, a tuple (positional) or a dict (keywords), passed to the model as such.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def model(self) -> Any:
+        """The ``nn.Module`` to train. Called under the run's seed on every rank."""
+        raise NotImplementedError
+
+    def data(self) -> Any:
+        """The training data: any map-style or iterable ``torch.utils.data.Dataset``, or a Hugging Face one."""
+        raise NotImplementedError
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        """``shoal.Loss(sum, count)``, or a scalar: then a mean over the micro-batch's samples."""
+        raise NotImplementedError
+
+    def optimizer(self, model: Any) -> Any:
+        """Any ``torch.optim`` optimizer over the model's named parameters."""
+        raise NotImplementedError
+
+    def lr_schedule(self, optimizer: Any, steps: int) -> Any:
+        """None (constant), a function step -> factor of the base rate, or a ``torch.optim.lr_scheduler``.
+
+        ``steps`` is the number of optimizer steps the run will take; schedules count these and nothing else.
+        """
+        return None
+
+    def eval_data(self) -> Any:
+        """Held-out map-style data; each sample is counted exactly once. None: no evaluation."""
+        return None
+
+    def metrics(self, output: Any, targets: Any) -> dict[str, Any]:
+        """Further evaluation figures by name, each a ``shoal.Loss(sum, count)`` over the micro-batch."""
+        return {}
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Samples to a batch. None of ours is better than torch's default for equal shapes; pad here otherwise."""
+        raise NotImplementedError
+
+    def inputs(self, batch: Any) -> tuple[Any, Any]:
+        """Split a batch into (inputs, targets)."""
+        inputs, targets = batch
+        return inputs, targets
+
+    def after(self, model: Any, summary: Any) -> None:
+        """Called once on rank 0 when the run has ended well, with the trained model: print samples, and so on."""
+        return None
