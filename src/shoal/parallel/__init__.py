@@ -1,0 +1,1 @@
+"""How a plan is applied: one folder per technique."""

@@ -1,0 +1,1 @@
+"""How a job is run, as plain values and their arithmetic. No torch."""

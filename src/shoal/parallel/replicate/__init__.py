@@ -1,0 +1,1 @@
+"""Data parallel: whole weights on every rank, gradients summed in buckets while backward runs."""

@@ -1,0 +1,50 @@
+"""The settings of a run: what the command line and the Python calls share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.core.settings import Settings
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+class RunSettings(Settings):
+    """How a job is run. Each field is a flag of ``shoal train``; its description is the flag's help."""
+
+    steps: int | None = Field(None, ge=1, description="optimizer steps to take in all (default: by --epochs)")
+    epochs: int | None = Field(None, ge=1, description="passes over the data (default: 1 if no --steps)")
+    global_batch: int = Field(32, ge=1, description="samples in one optimizer step, over all workers")
+    micro_batch: int | None = Field(
+        None, ge=1, description="samples per worker in one forward and backward (default: global batch / workers)"
+    )
+    precision: Precision = Field("fp32", description="compute precision; weights and optimizer stay float32")
+    clip: float | None = Field(None, gt=0, description="largest global gradient norm (default: no clipping)")
+    seed: int = Field(0, ge=0, description="seed of weights, data order and randomness")
+    out: str = Field("runs/{job}", description="the run's folder")
+    resume: bool = Field(False, description="go on from the newest good checkpoint in --out")
+    init_from: str | None = Field(None, description="take weights alone from a checkpoint or safetensors file")
+    eval_every: int | None = Field(None, ge=1, description="steps between evaluations (default: at the end)")
+    save_every: int | None = Field(None, ge=1, description="steps between checkpoints (default: at the end)")
+    keep: int = Field(2, ge=1, description="checkpoints to keep")
+    loader_workers: int = Field(0, ge=0, description="processes that read data, per worker")
+    short_windows: Literal["use", "drop"] = Field("use", description="the last, shorter batch of an epoch")
+    compile: bool = Field(False, description="compile the model with torch.compile")
+    ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged weights (default: none)")
+    kernels: Literal["auto", "default"] = Field(
+        "auto", description="auto: the fastest float32 matrix product whose error is float32's"
+    )
+    max_skips: int = Field(10, ge=1, description="steps skipped in a row before the run stops")
+    bucket_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MB")
+    sinks: tuple[str, ...] = Field(("tensorboard",), description="where else events go")
+
+
+#: Settings that may differ when a run is resumed; any other must be as it was.
+MAY_CHANGE = frozenset(
+    {
+        "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
+        "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile",
+    }
+)  # fmt: skip

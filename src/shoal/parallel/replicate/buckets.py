@@ -1,0 +1,170 @@
+"""Gradients live in fixed flat buckets, summed over the ranks while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.core.errors import ModelError
+
+FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket starts the links early (Li et al., VLDB 2020)
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    params: list[nn.Parameter]
+    pending: int = 0
+    work: dist.Work | None = None
+    launched: bool = False
+
+
+@dataclass
+class GradientBuckets:
+    """Sums gradients over ``group``. Gradients are views of the buckets, so they exist once.
+
+    Buckets follow the parameters in reverse order of registration and never change. A bucket is sent when all
+    of its gradients are there, in index order on every rank; what is missing (a parameter that took no part)
+    counts as zero. Nothing is divided.
+    """
+
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    bucket_bytes: int
+    group: dist.ProcessGroup | None = None
+    buckets: list[_Bucket] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = dist.get_world_size(self.group)
+        self._name = {id(param): name for name, param in self.parameters}
+        self._view: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._filled: set[int] = set()
+        self._seen: set[int] = set()
+        self._syncing = False
+        self._next = 0
+        for chosen in _partition([param for _, param in self.parameters], self.bucket_bytes):
+            self._add_bucket(chosen)
+        for _, param in self.parameters:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        bucket = _Bucket(flat, params)
+        offset = 0
+        for param in params:
+            self._view[id(param)] = flat[offset : offset + param.numel()].view_as(param)
+            self._bucket_of[id(param)] = bucket
+            offset += param.numel()
+        self.buckets.append(bucket)
+
+    def start_window(self) -> None:
+        """Forget the last window's gradients."""
+        self._filled.clear()
+        for _, param in self.parameters:
+            param.grad = None
+
+    def start_backward(self, last: bool) -> None:
+        """Before each backward; only the window's ``last`` one sends anything."""
+        self._syncing = last
+        self._seen.clear()
+        if last:
+            self._next = 0
+            for bucket in self.buckets:
+                bucket.pending, bucket.work, bucket.launched = len(bucket.params), None, False
+
+    def _on_gradient(self, param: Tensor) -> None:
+        key = id(param)
+        grad = param.grad
+        if grad is None:
+            return
+        view = self._view[key]
+        bucket = self._bucket_of[key]
+        if self._syncing and bucket.launched:
+            raise ModelError(
+                f"parameter {self._name[key]!r} received a gradient twice in one backward, after its bucket was "
+                "sent: this happens with re-entrant activation checkpointing (use_reentrant=True) of shared blocks; "
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            param.grad = view
+        self._filled.add(key)
+        if self._syncing and key not in self._seen:
+            self._seen.add(key)
+            bucket.pending -= 1
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.launched = True
+        for param in bucket.params:
+            if id(param) not in self._filled:
+                self._view[id(param)].zero_()
+        if self.ranks > 1:
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Collective. Send what backward did not complete and wait for all sums."""
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        self._next = len(self.buckets)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self._syncing = False
+
+    def used(self) -> list[float]:
+        """1.0 for each parameter, in order, that received a gradient on this rank in this window."""
+        return [1.0 if id(param) in self._filled else 0.0 for _, param in self.parameters]
+
+    def squared_norm(self, dtype: torch.dtype | None) -> Tensor:
+        """This rank's share of the squared norm (float64 scalar): summed over ranks it counts every gradient once.
+
+        ``dtype``: accumulate in that type (float64 where float32 squares would overflow), None: the gradient's own.
+        """
+        rank = dist.get_rank(self.group)
+        shares = []
+        for bucket in self.buckets:
+            size = bucket.flat.numel()
+            share = bucket.flat[rank * size // self.ranks : (rank + 1) * size // self.ranks]
+            shares.append(torch.linalg.vector_norm(share, dtype=dtype).double() ** 2)
+        return torch.stack(shares).sum()
+
+    def assign(self, used: Iterable[bool]) -> None:
+        """Give every parameter used on any rank its summed gradient; the others get None, as on one device."""
+        for (_, param), is_used in zip(self.parameters, used, strict=True):
+            param.grad = self._view[id(param)] if is_used else None
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``."""
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+
+    def first_non_finite(self) -> str | None:
+        """The name of the first parameter whose summed gradient has a NaN or an infinity."""
+        for name, param in self.parameters:
+            if not torch.isfinite(self._view[id(param)]).all():
+                return name
+        return None
+
+
+def _partition(params: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    size, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
+    for param in reversed(params):
+        same = buckets and (buckets[-1][0].dtype, buckets[-1][0].device) == (param.dtype, param.device)
+        if not same or size >= limit:
+            limit = bucket_bytes if buckets else limit
+            buckets.append([])
+            size = 0
+        buckets[-1].append(param)
+        size += param.numel() * param.element_size()
+    return buckets
