@@ -64,18 +64,23 @@ class GlobalBatchNorm(_BatchNorm):
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
             rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
-            unbiased = variance * number / (number - 1)
+            unbiased = variance * number / (number - 1).clamp(min=1)
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
 def globalise(model: nn.Module, group: dist.ProcessGroup | None) -> list[GlobalBatchNorm]:
-    """Let every BatchNorm of ``model`` see all ranks' rows; parameters, buffers and names stay. Returns them."""
+    """Let every BatchNorm inside ``model`` see all ranks' rows; parameters, buffers, hooks and names stay.
+
+    Returns the new modules, so that the caller can mark padding on them.
+    """
     found = []
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and type(module).__module__.startswith("torch.nn."):
-            module.__class__ = GlobalBatchNorm
-            assert isinstance(module, GlobalBatchNorm)
-            module.group = group
-            found.append(module)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm) and type(child).__module__.startswith("torch.nn."):
+                changed = GlobalBatchNorm.__new__(GlobalBatchNorm)
+                changed.__dict__.update(child.__dict__)  # the same parameters, buffers and hooks
+                changed.group = group
+                setattr(parent, name, changed)
+                found.append(changed)
     return found

@@ -1,0 +1,52 @@
+"""Which float32 matrix product this CPU runs fastest at float32's own accuracy: measured, not assumed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+SHAPE = (256, 384, 768)  # M, K, N: large enough to show the kernel's rate, about 2 ms
+ERROR_FACTOR = 4.0  # a kernel counts as float32 while its error is at most this many times the default's
+
+
+def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
+    """Milliseconds and relative error (against float64) of a float32 product, per matmul precision of torch."""
+    m, k, n = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=generator)
+    b = torch.randn(k, n, generator=generator)
+    exact = a.double() @ b.double()
+    before = torch.get_float32_matmul_precision()
+    found = {}
+    for name in ("highest", "medium"):
+        torch.set_float32_matmul_precision(name)
+        error = float(((a @ b).double() - exact).norm() / exact.norm())
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            a @ b
+            times.append(time.perf_counter() - start)
+        found[name] = {"ms": round(min(times) * 1e3, 3), "error": error}
+    torch.set_float32_matmul_precision(before)
+    return found
+
+
+def choose(measured: dict[str, dict[str, float]]) -> str:
+    """The fastest precision name whose error stays at float32's level."""
+    bound = measured["highest"]["error"] * ERROR_FACTOR
+    exact = {name: entry for name, entry in measured.items() if entry["error"] <= bound}
+    return min(exact, key=lambda name: exact[name]["ms"])
+
+
+def select(setting: str, device_type: str, saved: dict[str, Any] | None) -> dict[str, Any]:
+    """The choice as a record: what and why. A resumed run keeps its kernels, so that resuming stays bitwise."""
+    if saved is not None:
+        return saved
+    if setting == "default" or device_type != "cpu":
+        return {"float32_matmul": "highest", "why": "torch's default, as asked" if setting == "default" else device_type}
+    measured = measure()
+    name = choose(measured)
+    told = ", ".join(f"{key} {entry['ms']} ms, error {entry['error']:.1e}" for key, entry in measured.items())
+    return {"float32_matmul": name, "why": f"fastest at float32 accuracy ({told})"}

@@ -1,0 +1,111 @@
+"""The learning rate over optimizer steps. A step counts once it was applied; skipped steps do not advance it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from shoal.core.errors import ConfigError
+
+Factor = Callable[[int], float]
+
+
+def warmup_cosine(steps: int, warmup: int = 0, final: float = 0.1) -> Factor:
+    """Linear warm-up over ``warmup`` steps to 1, then a cosine to ``final`` at the last of ``steps``."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def warmup_linear(steps: int, warmup: int = 0, final: float = 0.0) -> Factor:
+    """Linear warm-up over ``warmup`` steps to 1, then a line to ``final`` at the last of ``steps``."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+        return 1 + (final - 1) * done
+
+    return factor
+
+
+def warmup_constant(warmup: int = 0) -> Factor:
+    """Linear warm-up over ``warmup`` steps, then 1."""
+    return lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+class LrSchedule:
+    """Drives a job's schedule: None, a function of the step, or one of torch's schedulers."""
+
+    def __init__(self, optimizer: Optimizer, chosen: Factor | LRScheduler | None) -> None:
+        self.optimizer = optimizer
+        self.chosen = chosen
+        self.taken = 0
+        if not (chosen is None or isinstance(chosen, LRScheduler) or callable(chosen)):
+            raise ConfigError(
+                f"lr_schedule returned {type(chosen).__name__}; return None, a function step -> factor, "
+                "or a torch.optim.lr_scheduler"
+            )
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._set()
+
+    def _set(self) -> None:
+        if self.chosen is not None and not isinstance(self.chosen, LRScheduler):
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.chosen(self.taken)
+
+    def step(self) -> None:
+        """After each applied optimizer step. Past a fixed-length schedule's end the last rate holds."""
+        self.taken += 1
+        if isinstance(self.chosen, ReduceLROnPlateau):
+            return
+        if isinstance(self.chosen, OneCycleLR) and self.chosen.last_epoch >= self.chosen.total_steps - 1:
+            return
+        if isinstance(self.chosen, LRScheduler):
+            self.chosen.step()
+        else:
+            self._set()
+
+    def evaluated(self, loss: float) -> None:
+        """After each evaluation, with the global loss: what a plateau schedule waits for."""
+        if isinstance(self.chosen, ReduceLROnPlateau):
+            self.chosen.step(loss)
+
+    @property
+    def lr(self) -> float:
+        """The rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: JSON values. Raises ConfigError for a scheduler whose state is not."""
+        inner = self.chosen.state_dict() if isinstance(self.chosen, LRScheduler) else None
+        try:
+            json.dumps(inner)
+        except TypeError as error:
+            raise ConfigError(
+                f"the state of {type(self.chosen).__name__} cannot be saved as JSON ({error}); "
+                "use a function step -> factor in its place"
+            ) from None
+        return {"taken": self.taken, "scheduler": inner}
+
+    def load(self, state: dict[str, Any], ratios: list[float]) -> None:
+        """Take up a saved state. ``ratios``: new over saved base rate of each group (1.0 where nothing changed)."""
+        self.taken = state["taken"]
+        if isinstance(self.chosen, LRScheduler) and state["scheduler"] is not None:
+            self.chosen.load_state_dict(state["scheduler"])
+            if any(ratio != 1.0 for ratio in ratios) and hasattr(self.chosen, "base_lrs"):
+                self.chosen.base_lrs = [
+                    base * ratio for base, ratio in zip(self.chosen.base_lrs, ratios, strict=True)
+                ]
+        self._set()

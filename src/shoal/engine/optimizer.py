@@ -1,0 +1,152 @@
+"""The job's optimizer: torch's fastest form of it, and its state by parameter name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from shoal.core.errors import CheckpointError, ModelError
+
+
+class NamedOptimizer:
+    """A torch optimizer whose parameters are known by the model's names."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ModelError("LBFGS evaluates the loss several times per step; use a first-order optimizer")
+        self.optimizer = optimizer
+        self.names = {id(param): name for name, param in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self.names:
+                    raise ModelError(
+                        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model; "
+                        "build it over model.named_parameters() of the model it is given"
+                    )
+        self.fused = _make_fast(optimizer)
+        self.built = [_plain(group) for group in optimizer.param_groups]
+
+    def step(self, factor: float) -> bool:
+        """Apply gradients times ``factor``; False where the caller must scale them first and call with 1.0."""
+        if factor != 1.0 and not self.fused:
+            return False
+        if self.fused:
+            device = self.optimizer.param_groups[0]["params"][0].device
+            inverse = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            self.optimizer.grad_scale = inverse  # type: ignore[attr-defined]  # read by torch's fused kernels
+            self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State tensors as ``optimizer/<key>/<parameter name>``."""
+        return {
+            f"optimizer/{key}/{self.names[id(param)]}": value
+            for param, state in self.optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def values(self) -> dict[str, Any]:
+        """Groups, which state each parameter has, and state that is not tensors: JSON values."""
+        return {
+            "class": type(self.optimizer).__name__,
+            "groups": [
+                {"parameters": [self.names[id(p)] for p in group["params"]], "now": _plain(group), "built": built}
+                for group, built in zip(self.optimizer.param_groups, self.built, strict=True)
+            ],
+            "state": {
+                self.names[id(param)]: {
+                    key: None if isinstance(value, Tensor) else value for key, value in state.items()
+                }
+                for param, state in self.optimizer.state.items()
+            },
+        }
+
+    def load(self, values: dict[str, Any], read: Any) -> tuple[list[str], list[float]]:
+        """Take up saved state; ``read(name) -> Tensor``. Returns notes and new/saved base rates per group.
+
+        A hyperparameter that the job now builds differently wins over the saved one, and a note says so.
+        Raises CheckpointError naming state that is missing or groups that differ.
+        """
+        mine = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        saved = [group["parameters"] for group in values["groups"]]
+        if values["class"] != type(self.optimizer).__name__ or mine != saved:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {values['class']} over groups of {[len(g) for g in saved]} parameters, "
+                f"the job's is {type(self.optimizer).__name__} over {[len(g) for g in mine]}; "
+                "resume with the same optimizer, or take weights alone with --init-from"
+            )
+        notes, ratios = self._merge(values["groups"])
+        by_name = {name: param for group in self.optimizer.param_groups for param, name in self._named(group)}
+        for name, state in values["state"].items():
+            param = by_name[name]
+            self.optimizer.state[param] = {
+                key: read(f"optimizer/{key}/{name}") if value is None else value for key, value in state.items()
+            }
+        return notes, ratios
+
+    def _named(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, str]]:
+        return [(param, self.names[id(param)]) for param in group["params"]]
+
+    def _merge(self, saved_groups: list[dict[str, Any]]) -> tuple[list[str], list[float]]:
+        notes, ratios = [], []
+        for number, (group, built, saved) in enumerate(
+            zip(self.optimizer.param_groups, self.built, saved_groups, strict=True)
+        ):
+            before = saved["built"]
+            for key, value in saved["now"].items():
+                if key not in group or key in ("fused", "foreach"):
+                    continue
+                if built.get(key) == before.get(key):
+                    group[key] = tuple(value) if isinstance(value, list) else value
+                elif key != "initial_lr":
+                    notes.append(
+                        f"optimizer group {number}: {key} was {before.get(key)} and is now {built.get(key)}; "
+                        "the new value is used"
+                    )
+            old, new = before.get("initial_lr", before["lr"]), built.get("initial_lr", built["lr"])
+            ratio = new / old if old else 1.0
+            if ratio != 1.0:
+                group["initial_lr"], group["lr"] = new, saved["now"]["lr"] * ratio
+            ratios.append(ratio)
+        return notes, ratios
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, Tensor):
+            value = value.item()
+        kept[key] = list(value) if isinstance(value, tuple) else value
+    return kept
+
+
+def _make_fast(optimizer: Optimizer) -> bool:
+    """Switch on torch's fused (else foreach) form where the user left the choice open. True: fused and float32."""
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"]]
+    open_choice = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
+    wanted = "fused" in optimizer.defaults and all(
+        p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params
+    )
+    for group in groups:
+        if open_choice and wanted and not (group.get("capturable") or group.get("differentiable")):
+            group["fused"] = True
+        elif open_choice and "foreach" in group:
+            group["foreach"] = True
+    fused = all(group.get("fused") for group in groups)
+    return bool(fused and params and all(p.dtype == torch.float32 for p in params))
+
+
+def clip_factor(norm: float, clip: float | None) -> float:
+    """min(1, clip / norm): what clipping by the global norm multiplies gradients with."""
+    if clip is None or norm <= clip or not math.isfinite(norm):
+        return 1.0
+    return clip / norm
