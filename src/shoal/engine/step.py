@@ -1,0 +1,131 @@
+"""THE step: one optimizer update over one global batch, the same body in every layout."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.core.errors import NumericsError
+from shoal.data.loader import Window
+from shoal.engine.forward import Tally, forward_backward
+from shoal.engine.optimizer import clip_factor
+
+if TYPE_CHECKING:
+    from shoal.engine.run import Run
+
+FIGURES = ("loss", "count", "bad_counts", "squared_norm", "tokens", "padded_tokens")
+
+
+class Verdict(NamedTuple):
+    """What all ranks decided together: loss and norm are the global batch's, normalised once."""
+
+    applied: bool
+    reason: str | None
+    factor: float
+    loss: float
+    count: float
+    grad_norm: float
+    tokens: float
+    padded_tokens: float
+    used: list[bool]
+    signals: dict[str, float]
+    changed_buffers: list[bool]
+
+
+class StepReport(NamedTuple):
+    """What one step measured. ``loss`` and ``grad_norm`` are global; ``lr`` is the rate that was used."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    count: float
+    samples: int
+    tokens: float
+    padded_tokens: float
+    applied: bool
+    reason: str | None
+
+
+def train_step(run: Run, window: Window) -> StepReport:
+    """One optimizer update over one global batch. Collective."""
+    run.enter("forward_backward")
+    tally = forward_backward(run, window, run.scaler.scale)  # summed loss and its count, as tensors
+    run.enter("sync_exposed")
+    run.buckets.finish()  # SUM over the ranks that split the work; divides nothing
+    total = reduce(run, window, tally)  # ONE all-reduce: loss, count, squared norm, signals
+    verdict = judge(run, total)  # the only read by the host
+    run.enter("optimizer")
+    lr = run.schedule.lr
+    apply(run, verdict)  # optimizer with one factor, lr_schedule, scaler, gradients freed
+    run.enter("other")
+    return StepReport(
+        window.index + 1, window.epoch, verdict.loss, verdict.grad_norm, lr, verdict.count,
+        window.global_samples, verdict.tokens, verdict.padded_tokens, verdict.applied, verdict.reason,
+    )  # fmt: skip
+
+
+def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> Tensor:
+    """Collective. Everything that ranks must know of each other, summed in one float64 vector."""
+    head = torch.stack([tally.loss, tally.count, tally.bad_counts, run.buckets.squared_norm(dtype)])
+    told = [tally.tokens, tally.padded_tokens, *run.signals(window).values(), *run.buckets.used(), *run.watch.changed()]
+    total = torch.cat([head, torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
+    dist.all_reduce(total)
+    if dtype is None and not _finite(run, total):
+        return reduce(run, window, tally, torch.float64)  # float32 squares may have overflowed: all ranks see it
+    return total
+
+
+def _finite(run: Run, total: Tensor) -> bool:
+    run.read = total.tolist()
+    return math.isfinite(run.read[3])
+
+
+def judge(run: Run, total: Tensor) -> Verdict:
+    """What to do with the step, the same on all ranks. Raises NumericsError for a count that is none."""
+    values = run.read
+    loss, count, bad, squared, tokens, padded = values[: len(FIGURES)]
+    if bad or not math.isfinite(count):
+        raise NumericsError(
+            f"the loss count of a micro-batch is negative or not finite (sum over ranks: {count}); "
+            "return shoal.Loss(sum, count) with the number of items summed over"
+        )
+    rest = values[len(FIGURES) :]
+    signals = dict(zip(run.signal_names, rest, strict=False))
+    rest = rest[len(run.signal_names) :]
+    used, changed = rest[: len(run.buckets.parameters)], rest[len(run.buckets.parameters) :]
+    scaled = count * run.scaler.scale
+    norm = math.sqrt(squared) / scaled if count else 0.0
+    reason = None
+    if count == 0:
+        reason = "no item counts in this global batch"
+    elif not (math.isfinite(loss) and math.isfinite(norm)):
+        reason = "the loss is not finite" if not math.isfinite(loss) else "a gradient is not finite"
+    return Verdict(
+        reason is None, reason, clip_factor(norm, run.settings.clip) / scaled if reason is None else 0.0,
+        loss / count if count else 0.0, count, norm, tokens, padded,
+        [value > 0 for value in used], signals, [value > 0 for value in changed],
+    )  # fmt: skip
+
+
+def apply(run: Run, verdict: Verdict) -> None:
+    """Update weights with the verdict's factor, or skip; on all ranks alike."""
+    run.watch.equalise(verdict.changed_buffers)
+    if verdict.applied:
+        run.buckets.assign(verdict.used)
+        if not run.optimizer.step(verdict.factor):
+            run.buckets.scale(verdict.factor)
+            run.optimizer.step(1.0)
+        run.schedule.step()
+        run.average.update()
+        run.skips_in_a_row = 0
+    elif verdict.count:
+        run.skipped(verdict)
+    run.scaler.update(verdict.reason is None or not verdict.count)
+    run.buckets.start_window()  # frees the gradients
+    run.heard(verdict.signals)
