@@ -10,7 +10,7 @@ from shoal.core.errors import ConfigError
 
 
 class Attention(nn.Module):
-    """Causal self-attention with a packed query, key and value projection; [B, T, D] -> [B, T, D]."""
+    """Causal self-attention with packed query, key and value projections; [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a feed-forward layer of four times the width with GELU; [B, T, D] -> [B, T, D]."""
+    """Pre-norm attention, then a feed-forward layer of four times the width; [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids [B, T] -> logits [B, T, V]. Learned positions, pre-norm blocks, a final norm, a linear head.
 
-    ``tied`` makes the head share the token embedding's weight. Initial weights as in GPT-2 (Radford et al. 2019,
-    section 2.3): standard deviation 0.02, residual projections scaled by 1 / sqrt(2 * layers).
+    ``tied`` makes the head share the token embedding's weight. Initial weights as in GPT-2 (Radford et al.
+    2019, section 2.3): standard deviation 0.02, residual projections scaled by 1 / sqrt(2 * layers).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GPT(nn.Module):
     def generate(
         self, prefix_ids: Tensor, n: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """``prefix_ids`` [T] or [B, T], T >= 1, followed by ``n`` sampled tokens; temperature 0 takes the likeliest."""
+        """``prefix_ids`` [T] or [B, T] and ``n`` sampled tokens after it; temperature 0 takes the likeliest."""
         was_training = self.training
         self.eval()
         ids = prefix_ids if prefix_ids.dim() == 2 else prefix_ids[None]

@@ -10,7 +10,7 @@ from shoal.core.errors import ConfigError
 
 
 class Attention(nn.Module):
-    """Self-attention over all patches with a packed query, key and value projection; [B, T, D] -> [B, T, D]."""
+    """Self-attention over all patches, projections packed; [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a feed-forward layer of four times the width with GELU; [B, T, D] -> [B, T, D]."""
+    """Pre-norm attention, then a feed-forward layer of four times the width; [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class ViT(nn.Module):
         super().__init__()
         if size % patch:
             raise ConfigError(
-                f"patches of {patch} pixels were asked for on images of {size} pixels, which they do not divide; "
-                "change the patch to a divisor of the image's size"
+                f"patches of {patch} pixels were asked for on images of {size} pixels, which they do not "
+                "divide; change the patch to a divisor of the image's size"
             )
         self.patch = patch
         self.embed = nn.Linear(patch * patch, width)
