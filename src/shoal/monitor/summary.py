@@ -1,0 +1,138 @@
+"""What a run came to: totals kept while it runs, and the text that a person reads at its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+PARTS = {
+    "data_wait_s": "waiting for data",
+    "forward_backward_s": "forward and backward",
+    "sync_exposed_s": "waiting for gradients",
+    "optimizer_s": "optimizer",
+    "checkpoint_stall_s": "copying for checkpoints",
+    "other_s": "other",
+}
+
+
+class RunTotals:
+    """Sums over the step rows of this attempt, and the last ``recent`` step times; its size does not grow.
+
+    Rates leave out the first step, which pays for warming up, unless it is the only one.
+    """
+
+    def __init__(self, recent: int = 200) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.tokens: int | None = None
+        self.seconds = 0.0
+        self.skipped = 0
+        self._first: tuple[float, int, int] = (0.0, 0, 0)
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._recent: deque[float] = deque(maxlen=recent)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count one row; kinds other than step and skip are passed over."""
+        if row.get("kind") == "skip":
+            self.skipped += 1
+        if row.get("kind") != "step":
+            return
+        seconds, samples, tokens = row.get("step_s") or 0.0, row.get("samples") or 0, row.get("tokens")
+        if self.steps == 0:
+            self._first = (seconds, samples, tokens or 0)
+        self.steps += 1
+        self.seconds += seconds
+        self.samples += samples
+        if tokens is not None:
+            self.tokens = (self.tokens or 0) + tokens
+        self._recent.append(seconds)
+        for part in PARTS:
+            self._parts[part] += row.get(part) or 0.0
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of all workers per second of step time; None before the first step."""
+        return self._rate(self.samples, self._first[1])
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all workers per second of step time; None where the data has no tokens."""
+        return None if self.tokens is None else self._rate(self.tokens, self._first[2])
+
+    @property
+    def median_step_s(self) -> float | None:
+        """The median of the recent step times."""
+        return median(self._recent) if self._recent else None
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part in the mean step."""
+        return {part: total / self.steps for part, total in self._parts.items()} if self.steps else {}
+
+    def _rate(self, total: int, first: int) -> float | None:
+        if self.steps > 1 and self.seconds > self._first[0]:
+            return (total - first) / (self.seconds - self._first[0])
+        return total / self.seconds if self.seconds > 0 else None
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """The end of a run in a few lines.
+
+    ``result``: ``steps, loss, eval, metrics, samples_per_s, tokens_per_s, out, seconds, skipped, parts``;
+    whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a mapping of numbers, ``parts``
+    the seconds of the mean step by the names of a step row.
+    """
+    lines = [_head(result)]
+    losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
+    if result.get("eval") is not None:
+        losses.append(f"held-out loss {_number(result['eval'])}")
+    losses += [
+        f"{name} {_number(value)}"
+        for name, value in (result.get("metrics") or {}).items()
+        if value is not None
+    ]
+    if losses:
+        lines.append("  " + ", ".join(losses))
+    rates = [
+        f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+        for unit in ("tokens", "samples")
+        if (rate := result.get(f"{unit}_per_s")) is not None
+    ]
+    if rates:
+        lines.append("  " + ", ".join(rates) + " over all workers")
+    parts = result.get("parts") or {}
+    total = sum(parts.values())
+    if total > 0:
+        shares = sorted(((value / total, name) for name, value in parts.items()), reverse=True)
+        shown = ", ".join(f"{PARTS.get(name, name)} {share:.0%}" for share, name in shares if share >= 0.005)
+        lines.append(f"  mean step {duration(total)}: {shown}")
+    if result.get("out") is not None:
+        lines.append(f"  in {result['out']}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """``0.0123 -> '12.3 ms'``, ``75 -> '1 min 15 s'``, ``7300 -> '2 h 01 min'``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _head(result: Mapping[str, Any]) -> str:
+    steps = result.get("steps") or 0
+    text = f"{steps:,} step{'' if steps == 1 else 's'}"
+    if result.get("seconds") is not None:
+        text += f" in {duration(result['seconds'])}"
+    if result.get("skipped"):
+        text += f", {result['skipped']} of them skipped (their loss or gradients were not finite)"
+    return text
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
