@@ -6,8 +6,11 @@ every rank and is the only kind that has both ``loss`` and ``grad_norm``:
     step, epoch, loss, grad_norm, lr, count, step_s, data_wait_s, forward_backward_s, sync_exposed_s,
     optimizer_s, checkpoint_stall_s, other_s, memory_bytes, samples, tokens
 
-``loss``, ``count``, ``samples`` and ``tokens`` are of the whole global batch (``tokens`` is null where the data
-has none); the parts between ``data_wait_s`` and ``other_s`` do not overlap and add up to ``step_s``.
+``loss``, ``count``, ``samples`` and ``tokens`` are of the whole global batch (``tokens`` is null where the
+data has none); the parts between ``data_wait_s`` and ``other_s`` do not overlap and add up to ``step_s``.
+
+The other kinds: *run* (the record of an attempt), *eval* (step, loss, metrics.NAME), *checkpoint* (step,
+seconds), *skip* (step, reason), *note* (text), *end* (step, reason).
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ Kind = Literal["run", "step", "eval", "checkpoint", "note", "skip", "end"]
 class EventLog:
     """One rank's event file under the run folder ``out``; opened with the first row, never buffered.
 
-    A row that cannot be written (a full disk) does not stop training: it is counted in ``lost`` and the reason is
-    kept in ``problem`` for whoever reports to the user.
+    A row that cannot be written (a full disk) does not stop training: it is counted in ``lost`` and the
+    reason is kept in ``problem`` for whoever reports to the user.
     """
 
     def __init__(self, out: Path, rank: int) -> None:
