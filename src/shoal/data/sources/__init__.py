@@ -1,0 +1,1 @@
+"""Data sets that come with Shoal: text files, and the standard library's sources."""
