@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from shoal.data.sources.stdlib import stdlib_files
-from shoal.data.sources.text import TextBytes
+from torch.utils.data import Subset
 
 import shoal
+from shoal.data.sources.stdlib import stdlib_files
+from shoal.data.sources.text import TextBytes
 from shoal.models.gpt import GPT
 
 
@@ -28,6 +29,7 @@ class Job(shoal.Job):
     lr: float = 4e-3
     warmup: int = 20
     weight_decay: float = 0.1
+    eval_sequences: int = 500
     prompt: str = "def "
     sample_bytes: int = 200
     temperature: float = 0.8
@@ -39,7 +41,8 @@ class Job(shoal.Job):
         return TextBytes(stdlib_files(held_out=False), self.context)
 
     def eval_data(self):
-        return TextBytes(stdlib_files(held_out=True), self.context)
+        text = TextBytes(stdlib_files(held_out=True), self.context)
+        return Subset(text, range(0, len(text), max(1, len(text) // self.eval_sequences)))
 
     def loss(self, output, targets):
         total = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -49,9 +49,7 @@ def main():
             window
         )  # Shoal: forward, backward, clip, optimizer and schedule of one global batch
         if report.step % 32 == 0:
-            print(
-                f"step {report.step}: loss {report.loss:.4f}, gradient norm {report.grad_norm:.3f}, lr {report.lr:g}"
-            )
+            print(f"step {report.step}: loss {report.loss:.4f}, gradient norm {report.grad_norm:.3f}")
     print("held out:", run.evaluate())  # Shoal
     run.save()  # Shoal
 
