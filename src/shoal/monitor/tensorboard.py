@@ -4,6 +4,9 @@ The files are written here, in TensorBoard's record format, with its protocol bu
 takes an eighth of the time of torch's or TensorBoard's own writer.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (the names of generated protocol buffers exist only once they are imported)
+
 from __future__ import annotations
 
 import os
