@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shoal.core.errors import NumericsError
 from shoal.data.loader import Window
@@ -58,8 +57,8 @@ def train_step(run: Run, window: Window) -> StepReport:
     tally = forward_backward(run, window, run.scaler.scale)  # summed loss and its count, as tensors
     run.enter("sync_exposed")
     run.buckets.finish()  # SUM over the ranks that split the work; divides nothing
-    total = reduce(run, window, tally)  # ONE all-reduce: loss, count, squared norm, signals
-    verdict = judge(run, total)  # the only read by the host
+    total = reduce(run, window, tally)  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
+    verdict = judge(run, total)  # norm, whether to apply, one factor
     run.enter("optimizer")
     lr = run.schedule.lr
     apply(run, verdict)  # optimizer with one factor, lr_schedule, scaler, gradients freed
@@ -70,25 +69,20 @@ def train_step(run: Run, window: Window) -> StepReport:
     )  # fmt: skip
 
 
-def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> Tensor:
-    """Collective. Everything that ranks must know of each other, summed in one float64 vector."""
+def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> list[float]:
+    """Collective. Everything that ranks must know of each other, summed in one float64 vector and read once."""
     head = torch.stack([tally.loss, tally.count, tally.bad_counts, run.buckets.squared_norm(dtype)])
     told = [tally.tokens, tally.padded_tokens, *run.signals(window).values(), *run.buckets.used(), *run.watch.changed()]
     total = torch.cat([head, torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
     dist.all_reduce(total)
-    if dtype is None and not _finite(run, total):
+    values = total.tolist()
+    if dtype is None and not math.isfinite(values[FIGURES.index("squared_norm")]):
         return reduce(run, window, tally, torch.float64)  # float32 squares may have overflowed: all ranks see it
-    return total
+    return values
 
 
-def _finite(run: Run, total: Tensor) -> bool:
-    run.read = total.tolist()
-    return math.isfinite(run.read[3])
-
-
-def judge(run: Run, total: Tensor) -> Verdict:
+def judge(run: Run, values: list[float]) -> Verdict:
     """What to do with the step, the same on all ranks. Raises NumericsError for a count that is none."""
-    values = run.read
     loss, count, bad, squared, tokens, padded = values[: len(FIGURES)]
     if bad or not math.isfinite(count):
         raise NumericsError(

@@ -1,0 +1,73 @@
+"""Evaluation: every held-out sample exactly once, over any number of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.core.errors import NumericsError
+from shoal.data.loader import Window, eval_micro_batches
+from shoal.engine.forward import as_loss, call, micro_loss
+from shoal.job import Loss
+
+if TYPE_CHECKING:
+    from shoal.engine.run import Run
+
+STOP_CHECK_EVERY = 8  # micro-batches between looks at a stop request, on all ranks at the same place
+
+
+def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
+    """Loss and metrics over ``dataset``: sum of sums / sum of counts. Collective. None: stopped on request."""
+    sums: dict[str, torch.Tensor] = {}
+    was_training = run.model.training
+    run.model.eval()
+    try:
+        with torch.no_grad(), run.average.in_place():
+            for number, micro in enumerate(eval_micro_batches(dataset, run.data_settings)):
+                if number % STOP_CHECK_EVERY == 0 and _stop(run):
+                    return None
+                _add(run, sums, micro)
+    finally:
+        run.model.train(was_training)
+        run.mark_padding(False)
+    names = sorted(sums)
+    total = torch.cat([sums[name] for name in names])
+    dist.all_reduce(total)
+    values = total.view(-1, 2).tolist()
+    return {name: value / count if count else float("nan") for name, (value, count) in zip(names, values, strict=True)}
+
+
+def _stop(run: Run) -> bool:
+    asked = torch.tensor([float(run.stop_requested())], device=run.device)
+    dist.all_reduce(asked)
+    return bool(asked.item())
+
+
+def _add(run: Run, sums: dict[str, torch.Tensor], micro: Any) -> None:
+    inputs, targets = run.job.inputs(micro.batch)
+    inputs, targets = run.precision.place(inputs, run.device), run.precision.place(targets, run.device)
+    run.mark_padding(micro.padding)
+    with run.precision.forward():
+        output = call(run.model, inputs)
+        found: dict[str, Any] = {"loss": as_loss(run.job.loss(output, targets), micro.samples)}
+        found.update(run.job.metrics(output, targets))
+    for name, value in found.items():
+        if not isinstance(value, Loss):
+            raise NumericsError(
+                f"metric {name!r} is {type(value).__name__}; return shoal.Loss(sum, count), so that it can be "
+                "averaged over any number of ranks"
+            )
+        pair = [torch.as_tensor(part, dtype=torch.float64, device=run.device).reshape(()) for part in value]
+        part = torch.zeros_like(torch.stack(pair)) if micro.padding else torch.stack(pair)
+        sums[name] = sums[name] + part if name in sums else part
+
+
+def largest_count(run: Run, window: Window) -> float:
+    """The largest loss count of a micro-batch in the first of ``window``, over the ranks. Collective."""
+    with torch.no_grad():
+        loss, _, _ = micro_loss(run, window.micro_batches[0])
+    largest = loss.count.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

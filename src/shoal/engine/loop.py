@@ -1,0 +1,44 @@
+"""The main loop: steps, evaluations and checkpoints when they are due, and the account of it all."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shoal.engine.run import Run
+
+
+def train_loop(run: Run) -> dict[str, Any]:
+    """Train to the end or to a stop request; returns the summary. Collective."""
+    started = time.perf_counter()
+    settings = run.settings
+    for window in run.windows():
+        report = run.step(window)
+        if settings.eval_every and report.step % settings.eval_every == 0:
+            run.evaluate()
+        if settings.save_every and report.step % settings.save_every == 0:
+            run.save()
+    if run.step_count and run.saver.last_step != run.step_count:
+        run.save()
+    if not run.stopped and run.eval_step != run.step_count:
+        run.evaluate()
+    return summarise(run, time.perf_counter() - started)
+
+
+def summarise(run: Run, seconds: float) -> dict[str, Any]:
+    """The run in plain values: what ``--json`` prints."""
+    totals = run.record.totals
+    found = dict(run.last_eval or {})
+    return {
+        "steps": run.step_count,
+        "loss": run.last_loss,
+        "eval": found.pop("loss", None),
+        "samples_per_s": totals.samples_per_s,
+        "tokens_per_s": totals.tokens_per_s,
+        "out": str(run.out),
+        "metrics": found,
+        "seconds": seconds,
+        "skipped": run.record.skipped,
+        "parts": totals.parts(),
+        "stopped": run.stopped,
+    }

@@ -1,0 +1,155 @@
+"""The run's own account: its record file, its event rows, and the check that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.core.errors import ConfigError
+from shoal.engine.clock import Laps
+from shoal.engine.settings import MAY_CHANGE, RunSettings
+from shoal.engine.step import StepReport
+from shoal.job import Job
+from shoal.monitor.events import EventLog, cut_back
+from shoal.monitor.sinks import Sinks
+from shoal.monitor.summary import RunTotals
+
+RECORD = "run.json"
+
+
+def job_name(job: Job) -> str:
+    """What identifies a job: the name of its module (its file's) and of its class."""
+    return f"{type(job).__module__.rpartition('.')[2]}.{type(job).__name__}"
+
+
+def read_record(out: Path) -> dict[str, Any] | None:
+    """The record in a run folder; None where the folder holds no run. Raises ConfigError if it cannot be read."""
+    path = out / RECORD
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a run's record ({error}); use another --out") from None
+
+
+def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
+    """Whether this job may run in ``out``. Returns notes on what changed. Raises ConfigError."""
+    found = read_record(out)
+    if found is None:
+        return []
+    if found["job"] != job_name(job):
+        raise ConfigError(f"{out} holds a run of {found['job']}, asked for {job_name(job)}; use another --out")
+    if not settings.resume:
+        raise ConfigError(f"{out} holds a run of {found['job']} already; go on with --resume or use another --out")
+    now = settings.model_dump(mode="json")
+    fixed = [
+        f"{name} was {found['settings'][name]!r}, asked for {value!r}"
+        for name, value in now.items()
+        if name not in MAY_CHANGE and name in found["settings"] and found["settings"][name] != value
+    ]
+    if fixed:
+        raise ConfigError(
+            f"a resumed run keeps these settings ({'; '.join(fixed)}); leave them, or start a new run in another --out. "
+            f"These may change: {', '.join(sorted(MAY_CHANGE))}, workers, and the job's fields"
+        )
+    fields = job.model_dump(mode="json")
+    return [
+        f"{name} was {found['fields'][name]!r} and is now {value!r}"
+        for name, value in fields.items()
+        if name in found["fields"] and found["fields"][name] != value
+    ]
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    """Replace the record whole: a reader sees the old one or the new one."""
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / f"{RECORD}.partial"
+    with open(partial, "w") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, out / RECORD)
+
+
+class Record:
+    """Writes this rank's rows and feeds rank 0's sinks. Observes; cannot change training."""
+
+    def __init__(self, out: Path, rank: int, sinks: Sinks, tell: Callable[[str], None]) -> None:
+        self.out = out
+        self.rank = rank
+        self.log = EventLog(out, rank)
+        self.sinks = sinks
+        self.totals = RunTotals()
+        self.skipped = 0
+        self._tell = tell
+        self._pending: tuple[StepReport, Laps] | None = None
+
+    def start(self, record: dict[str, Any]) -> None:
+        """Before the first row; rows of steps that a resumed run takes again are cut away by rank 0 before this."""
+        self.sinks.start(record)
+        self.row("run", **record)
+
+    def row(self, kind: Any, **values: Any) -> None:
+        """One row to the event file, and to the sinks on rank 0."""
+        row = self.log.row(kind, **values)
+        if self.rank == 0:
+            self.sinks.row(row)
+
+    def note(self, text: str) -> None:
+        """A sentence the user should know; told once on rank 0."""
+        self.row("note", text=text)
+        if self.rank == 0:
+            self._tell(text)
+
+    def step(self, report: StepReport, laps: Laps, late: bool) -> None:
+        """Write a step's row; ``late``: when the next one comes, so that no device is waited for."""
+        self.flush()
+        self._pending = (report, laps)
+        if not late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the row that waits for its times."""
+        if self._pending is None:
+            return
+        report, laps = self._pending
+        self._pending = None
+        values = report._asdict()
+        applied, reason = values.pop("applied"), values.pop("reason")
+        for name in ("tokens", "padded_tokens"):
+            values[name] = values[name] or None
+        times = laps.seconds()
+        row = {**values, **times, "memory_bytes": memory_bytes()}
+        self.totals.add({"kind": "step", **row})
+        self.row("step", **row)
+        if not applied:
+            self.skipped += 1
+            self.row("skip", step=report.step, reason=reason)
+
+    def close(self) -> None:
+        """After the last row."""
+        self.flush()
+        self.sinks.close()
+        self.log.close()
+
+
+def cut_events(out: Path, step: int) -> int:
+    """Drop all ranks' rows after ``step``: the resumed run writes them again."""
+    return cut_back(out, step)
+
+
+def memory_bytes() -> int:
+    """Peak allocated device memory, or the resident set of this process on CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,229 @@
+"""A run: job and settings applied in this process group. The step, the loop and the own-loop way share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core.errors import NumericsError
+from shoal.data.loader import DataSettings, Window, Windows
+from shoal.engine import evaluate as evaluation
+from shoal.engine.average import WeightAverage
+from shoal.engine.buffers import BufferWatch
+from shoal.engine.clock import Clock
+from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.optimizer import NamedOptimizer
+from shoal.engine.precision import Precision, Scaler
+from shoal.engine.record import Record
+from shoal.engine.saver import Saver
+from shoal.engine.settings import RunSettings
+from shoal.engine.step import StepReport, Verdict, train_step
+from shoal.job import Job
+from shoal.parallel.replicate.batchnorm import GlobalBatchNorm
+from shoal.parallel.replicate.buckets import GradientBuckets
+
+SIGNALS = ("stop", "ended", "written", "failed", "save_calls")
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What surrounds a run: how to report progress, and whether a stop was asked for. Reads nothing back."""
+
+    beat: Callable[[int, str], None] = lambda step, phase: None
+    stop_requested: Callable[[], bool] = lambda: False
+    tell: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Run:
+    """Everything one rank holds of a run. Made by ``engine.build``; ``step_count`` counts optimizer steps."""
+
+    job: Job
+    settings: RunSettings
+    rank: int
+    ranks: int
+    device: torch.device
+    model: nn.Module
+    norms: list[GlobalBatchNorm]
+    buckets: GradientBuckets
+    optimizer: NamedOptimizer
+    schedule: LrSchedule
+    precision: Precision
+    scaler: Scaler
+    average: WeightAverage
+    watch: BufferWatch
+    data_settings: DataSettings
+    windows_source: Windows
+    saver: Saver
+    record: Record
+    hooks: Hooks
+    kernels: dict[str, Any]
+    total_steps: int | None
+    step_count: int = 0
+    reader_state: Any = None
+    last_loss: float | None = None
+    last_eval: dict[str, float] | None = None
+    eval_step: int | None = None
+    skips_in_a_row: int = 0
+    stopped: bool = False
+    signal_names: tuple[str, ...] = SIGNALS
+    clock: Clock = field(init=False)
+    _looping: bool = field(default=False, init=False)
+    _report: StepReport | None = field(default=None, init=False)
+    _ended: bool = field(default=False, init=False)
+    _asked_to_stop: bool = field(default=False, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
+
+    # -- the own-loop way ---------------------------------------------------------------------------------------
+
+    def windows(self) -> Iterator[Window]:
+        """Each window that is left to train on; ends at the last step, at the data's end, or on a stop request."""
+        self._looping = True
+        source = self.windows_source.iterate(self.step_count, self.total_steps, self.reader_state)
+        try:
+            while not (self._ended or self._asked_to_stop):
+                self.enter("data_wait")
+                window = next(source, None)
+                if window is None:
+                    break
+                yield window
+                self._finish_step()
+        finally:
+            self._finish_step()
+            self._looping = False
+        self.saver.drain(self)
+        self.stopped = self._asked_to_stop
+
+    def step(self, window: Window) -> StepReport:
+        """One optimizer update over ``window``. Collective."""
+        if not self.scaler.fitted:
+            self._fit_scale(window)
+        report = train_step(self, window)
+        self.step_count = report.step
+        if report.count:
+            self.last_loss = report.loss
+        self._report = report
+        return report
+
+    def evaluate(self, dataset: Any = None) -> dict[str, float] | None:
+        """Loss and metrics on ``dataset`` (default: the job's held-out data); None where there is none. Collective."""
+        if dataset is None:
+            with self.precision.user_code():
+                dataset = self.job.eval_data()
+        if dataset is None:
+            return None
+        self._pause("evaluate")
+        found = evaluation.evaluate(self, dataset)
+        if found is None:
+            self._asked_to_stop = True
+        else:
+            self.last_eval, self.eval_step = found, self.step_count
+            self.schedule.evaluated(found["loss"])
+            metrics = {name: value for name, value in found.items() if name != "loss"}
+            self.record.row("eval", step=self.step_count, loss=found["loss"], metrics=metrics)
+        self._resume()
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of the last step; in the background inside the loop, at once outside. Collective."""
+        self.enter("checkpoint_stall")
+        self.saver.save(self)
+        if self._looping:
+            self.enter("other")
+        else:
+            self.saver.drain(self)
+            self.clock.close()
+
+    def close(self) -> None:
+        """End the run's files and readers. Collective when training ended well."""
+        if self._closed:
+            return
+        self._closed = True
+        self.saver.drain(self)
+        self.record.close()
+        self.windows_source.close()
+
+    # -- what the step asks for ---------------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Time belongs to ``phase`` from now on, and whoever watches this rank knows."""
+        self.clock.lap(phase)
+        self.hooks.beat(self.step_count, phase)
+
+    def mark_padding(self, padding: bool) -> None:
+        """Whether the rows that come are outside batch statistics."""
+        for norm in self.norms:
+            norm.padding = padding
+
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.hooks.stop_requested()
+
+    def signals(self, window: Window) -> dict[str, float]:
+        """What this rank tells the others with each step."""
+        return {
+            "stop": float(self.stop_requested()),
+            "ended": float(not window.more),
+            **self.saver.signals(),
+        }
+
+    def heard(self, signals: dict[str, float]) -> None:
+        """The sums of all ranks' signals."""
+        self._asked_to_stop = signals["stop"] > 0
+        self._ended = signals["ended"] == self.ranks
+        self.saver.heard(self, signals)
+
+    def skipped(self, verdict: Verdict) -> None:
+        """A step was skipped for numbers that are not finite. Raises NumericsError after too many in a row."""
+        if self.scaler.enabled and self.scaler.scale > 1:
+            return  # dynamic loss scaling is looking for its scale
+        self.skips_in_a_row += 1
+        if self.skips_in_a_row >= self.settings.max_skips:
+            name = self.buckets.first_non_finite()
+            raise NumericsError(
+                f"{self.skips_in_a_row} steps in a row were skipped because {verdict.reason}; "
+                f"first parameter with such a gradient: {name or 'none (the loss alone)'}; lower the learning rate, "
+                "clip, or look at the data of the steps marked 'skip' in the events"
+            )
+
+    def all_finite(self) -> bool:
+        """Whether every floating parameter is finite."""
+        params = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
+        return all(math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist())
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------
+
+    def _fit_scale(self, window: Window) -> None:
+        """Collective. The first fp16 scale from the largest count of a micro-batch over the ranks."""
+        self.scaler.fit(evaluation.largest_count(self, window))
+
+    def _finish_step(self) -> None:
+        if self._report is not None:
+            laps = self.clock.close()
+            if laps is not None:
+                self.record.step(self._report, laps, self.clock.late)
+            self._report = None
+
+    def _pause(self, phase: str) -> None:
+        self.clock.lap("paused")
+        self.hooks.beat(self.step_count, phase)
+
+    def _resume(self) -> None:
+        if self._looping:
+            self.enter("other")
+        else:
+            self.clock.close()
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return self.record.out
