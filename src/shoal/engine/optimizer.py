@@ -28,7 +28,11 @@ class NamedOptimizer:
                         "build it over model.named_parameters() of the model it is given"
                     )
         self.fused = _make_fast(optimizer)
-        self.built = [_plain(group) for group in optimizer.param_groups]
+        self.built = self.describe()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each group's hyperparameters as JSON values."""
+        return [_plain(group) for group in self.optimizer.param_groups]
 
     def step(self, factor: float) -> bool:
         """Apply gradients times ``factor``; False where the caller must scale them first and call with 1.0."""

@@ -27,22 +27,30 @@ def job_name(job: Job) -> str:
     return f"{type(job).__module__.rpartition('.')[2]}.{type(job).__name__}"
 
 
-def read_record(out: Path) -> dict[str, Any] | None:
-    """The record in a run folder; None where the folder holds no run. Raises ConfigError if it cannot be read."""
-    path = out / RECORD
-    if not path.exists():
-        return None
+def read_json(path: Path) -> Any:
+    """The JSON value in ``path``. Raises ConfigError where it cannot be read."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ConfigError(f"{path} is not a run's record ({error}); use another --out") from None
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); use another --out") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` whole: a reader sees the old value or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
     """Whether this job may run in ``out``. Returns notes on what changed. Raises ConfigError."""
-    found = read_record(out)
-    if found is None:
+    if not (out / RECORD).exists():
         return []
+    found = read_json(out / RECORD)
     if found["job"] != job_name(job):
         raise ConfigError(f"{out} holds a run of {found['job']}, asked for {job_name(job)}; use another --out")
     if not settings.resume:
@@ -64,17 +72,6 @@ def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
         for name, value in fields.items()
         if name in found["fields"] and found["fields"][name] != value
     ]
-
-
-def write_record(out: Path, record: dict[str, Any]) -> None:
-    """Replace the record whole: a reader sees the old one or the new one."""
-    out.mkdir(parents=True, exist_ok=True)
-    partial = out / f"{RECORD}.partial"
-    with open(partial, "w") as file:
-        json.dump(record, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, out / RECORD)
 
 
 class Record:

@@ -1,0 +1,231 @@
+"""job + settings -> run, in one visible order: kernels, model, batch norm, buckets, optimizer, data, checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from shoal.checkpoint.reader import Reader, newest_good
+from shoal.checkpoint.writer import Writer
+from shoal.core.errors import CheckpointError, ConfigError, ModelError
+from shoal.data.loader import DataSettings, Windows
+from shoal.engine import kernels, record, state
+from shoal.engine.average import WeightAverage
+from shoal.engine.buffers import BufferWatch
+from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.optimizer import NamedOptimizer
+from shoal.engine.precision import Precision, Scaler
+from shoal.engine.randomness import seed_all
+from shoal.engine.run import Hooks, Run
+from shoal.engine.saver import Saver
+from shoal.engine.settings import RunSettings
+from shoal.job import Job
+from shoal.monitor.sinks import Sink, Sinks, load_sinks
+from shoal.parallel.replicate.batchnorm import globalise
+from shoal.parallel.replicate.buckets import GradientBuckets
+from shoal.plan.batch import cut_batch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands: its device, and how many restarts came before."""
+
+    device: torch.device
+    restart: int = 0
+
+
+def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tuple[Sink, ...] = ()) -> Run:
+    """Make this rank's run. Collective. Raises before any training step if anything does not fit."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out = Path(settings.out)
+    found, skipped = newest_good(out / "checkpoints") if settings.resume else (None, [])
+    found = _agree_on(found)
+    reader = Reader(found.path) if found else None
+    chosen = _same_kernels(settings, place.device, reader)
+    precision = Precision(settings.precision, place.device.type)
+    batch = cut_batch(settings.global_batch, settings.micro_batch, ranks)
+
+    model, notes = _model(job, settings, precision, place.device)
+    if settings.init_from and reader is None:
+        load_weights(model, Path(settings.init_from))
+    norms = globalise(model, None) if ranks > 1 else []
+    with precision.user_code():
+        seed_all(settings.seed)
+        optimizer = NamedOptimizer(job.optimizer(model), model)
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trained:
+        raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
+    data_settings = DataSettings(
+        global_batch=batch.global_batch, micro_batch=batch.micro_batch, rank=rank, ranks=ranks, seed=settings.seed,
+        short_windows=settings.short_windows, loader_workers=settings.loader_workers,
+        pin_memory=place.device.type == "cuda", default_dtype=precision.default_dtype,
+        collate=job.collate if type(job).collate is not Job.collate else None,
+    )  # fmt: skip
+    with precision.user_code():
+        dataset = job.data()
+    source = Windows(dataset, data_settings)
+    total = total_steps(settings, source.windows_per_epoch)
+    schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
+    optimizer.built = optimizer.describe()
+    writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
+    dist.barrier()
+    run = Run(
+        job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, model=model, norms=norms,
+        buckets=GradientBuckets(trained, int(settings.bucket_mb * 2**20)), optimizer=optimizer, schedule=schedule,
+        precision=precision, scaler=Scaler(settings.precision == "fp16"), average=WeightAverage(model, settings.ema),
+        watch=BufferWatch(model), data_settings=data_settings, windows_source=source, saver=Saver(writer),
+        record=record.Record(out, rank, _sinks(settings, rank, sinks), hooks.tell), hooks=hooks, kernels=chosen,
+        total_steps=total,
+    )  # fmt: skip
+    if reader is not None:
+        notes += state.restore(run, reader)
+        run.saver.last_step = run.step_count
+    check_same_model(model)
+    _start_record(run, place, notes + source.notes + _told(skipped, found), batch._asdict())
+    if settings.compile:
+        model.compile()
+    return run
+
+
+def _agree_on(found: Any) -> Any:
+    """Collective. The newest checkpoint that verified on all ranks: the oldest of what they found."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if any(one is None for one in every):
+        return None
+    return min(every, key=lambda one: one.step)
+
+
+def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | None) -> dict[str, Any]:
+    """Collective. Rank 0 measures; all use its choice, and a resumed run its old one."""
+    saved = reader.values.get("kernels") if reader else None
+    chosen = [kernels.select(settings.kernels, device.type, saved) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(chosen, src=0)
+    agreed: dict[str, Any] = chosen[0] or {}
+    torch.set_float32_matmul_precision(agreed["float32_matmul"])
+    return agreed
+
+
+def _model(
+    job: Job, settings: RunSettings, precision: Precision, device: torch.device
+) -> tuple[nn.Module, list[str]]:
+    with precision.user_code():
+        seed_all(settings.seed)
+        model = job.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
+    notes = precision.widen(model)
+    model.to(device)
+    model.train()
+    if dist.get_world_size() > 1 and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
+        notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
+    return model, notes
+
+
+def load_weights(model: nn.Module, source: Path) -> None:
+    """Weights alone, from a checkpoint folder, a run folder or a safetensors file. Raises CheckpointError."""
+    if source.suffix == ".safetensors":
+        if not source.exists():
+            raise CheckpointError(f"--init-from {source}: no such file")
+        problem = _load_exported(model, load_file(source))
+        if problem:
+            raise CheckpointError(f"--init-from {source} is of another model: {problem}")
+        return
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    found = newest_good(folder)[0]
+    if found is None and (folder / "MANIFEST.json").exists():
+        state.load_model(model, Reader(folder), str(folder))
+        return
+    if found is None:
+        raise CheckpointError(f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
+    state.load_model(model, Reader(found.path), str(found.path))
+
+
+def _load_exported(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
+    mine, tied = state.model_tensors(model)
+    for name, tensor in mine.items():
+        short = name.removeprefix("model/")
+        given = next((tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None)
+        if given is None:
+            return f"{short} is missing; it has {', '.join(list(tensors)[:3])}, ..."
+        if given.shape != tensor.shape:
+            return f"{short} has shape {tuple(given.shape)}, the model's is {tuple(tensor.shape)}"
+        tensor.copy_(given)
+    return None
+
+
+def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:
+    """The step at which the run ends; None where only the data knows."""
+    if settings.steps is not None:
+        if settings.epochs is not None and per_epoch is not None:
+            return min(settings.steps, settings.epochs * per_epoch)
+        return settings.steps
+    return None if per_epoch is None else (settings.epochs or 1) * per_epoch
+
+
+def check_same_model(model: nn.Module) -> None:
+    """Collective. All ranks must have built the same model, weights included. Raises ModelError naming a difference."""
+    listed = [
+        (name, str(tuple(p.shape)), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
+    ]
+    sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).tolist()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (hashlib.sha256(json.dumps(listed).encode()).hexdigest(), listed, sums))
+    for rank, (digest, other, _) in enumerate(every):
+        if digest != every[0][0]:
+            here = [" ".join(map(str, entry)) for entry in every[0][1]]
+            there = [" ".join(map(str, entry)) for entry in other]
+            place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+            pair = [names[place] if place < len(names) else "nothing" for names in (here, there)]
+            raise ModelError(
+                f"ranks 0 and {rank} built different models: parameter {place} is {pair[0]!r} on rank 0 and "
+                f"{pair[1]!r} on rank {rank}; model() must not depend on the rank"
+            )
+    if any(not _equal(other[2], every[0][2]) for other in every):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)  # own randomness in model(): rank 0's weights hold
+
+
+def _equal(a: list[float], b: list[float]) -> bool:
+    return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
+
+
+def _sinks(settings: RunSettings, rank: int, extra: tuple[Sink, ...]) -> Sinks:
+    return Sinks([*extra, *load_sinks(settings.sinks)] if rank == 0 else [])
+
+
+def _told(skipped: list[Any], found: Any) -> list[str]:
+    notes = [f"checkpoint {item.path} is skipped: {item.problem}" for item in skipped]
+    if found:
+        notes.append(f"going on from {found.path}, after step {found.step}")
+    return notes
+
+
+def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any]) -> None:
+    """Collective. Rank 0 cuts the events back to where the run stands and writes the record; then all begin rows."""
+    fields = run.job.model_dump(mode="json")
+    told = {
+        "job": record.job_name(run.job), "fields": fields, "settings": run.settings.model_dump(mode="json"),
+        "workers": run.ranks, "batch": batch, "kernels": run.kernels, "torch": torch.__version__,
+        "device": str(place.device), "parameters": sum(p.numel() for p in run.model.parameters()),
+        "windows_per_epoch": run.windows_source.windows_per_epoch,
+    }  # fmt: skip
+    if run.rank == 0:
+        notes = record.check_folder(run.out, run.job, run.settings) + notes
+        record.write_json(run.out / record.RECORD, told)
+        record.cut_events(run.out, run.step_count)
+    dist.barrier()
+    sized = run.total_steps
+    run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})
+    for text in notes:
+        run.record.note(text)
+
