@@ -158,7 +158,7 @@ def context(args):
 
 def environment(args):
     """What the figures depend on."""
-    code = "import torch; print(torch.__version__, torch.backends.mkldnn.is_available())"
+    code = "import torch; print(torch.__version__)"
     torch_version = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     ).stdout.strip()
