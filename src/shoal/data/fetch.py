@@ -1,4 +1,4 @@
-"""Reads micro-batches of a map-style data set, in this process or in loader workers; both give the same values."""
+"""Reads micro-batches of a map-style data set, here or in loader workers, with equal values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Draw:
 
 
 class Keyed(Dataset):
-    """A data set read by draws: each sample is made under the seed of (seed, epoch, id), then all are collated."""
+    """A data set read by draws: each sample made under the seed of (seed, epoch, id), then collated."""
 
     def __init__(self, dataset: Any, settings: DataSettings) -> None:
         self.dataset = dataset
@@ -60,7 +60,7 @@ def _fetch_here(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw]) -> 
 
 
 def _fetch_in_workers(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw]) -> Iterator[Any]:
-    """One stream over all epochs, so that the worker processes persist; they end when the iterator is closed."""
+    """One stream over all epochs, so that the processes persist; they end when this is closed."""
     loader = DataLoader(
         keyed,
         batch_size=None,
@@ -93,7 +93,7 @@ class _Draws:
 
 
 class _Begin:
-    """What a loader worker does first: die with its parent, leave stop signals to it, set the default dtype."""
+    """What a loader worker does first: die with its parent, leave stop signals to it, set the dtype."""
 
     def __init__(self, parent: int, default_dtype: torch.dtype | None) -> None:
         self.parent = parent

@@ -10,6 +10,7 @@ import numpy as np
 from shoal.core.errors import DataError
 from shoal.data.fetch import Draw, fetch
 from shoal.data.order import Order, cut
+from shoal.data.stream import SplitReader, WholeReader, is_iterable, is_split, whole_micro_batches
 from shoal.data.window import DataSettings, MicroBatch, Window
 
 __all__ = ["DataSettings", "MicroBatch", "Window", "Windows", "eval_micro_batches"]
@@ -23,7 +24,7 @@ class Windows:
     def __init__(self, dataset: Any, settings: DataSettings) -> None:
         self.notes: list[str] = []
         self._open: Iterator[Window] | None = None
-        self._reader = _MapReader(dataset, settings, self.notes)
+        self._reader = _reader(dataset, settings, self.notes)
 
     @property
     def windows_per_epoch(self) -> int | None:
@@ -31,17 +32,17 @@ class Windows:
         return self._reader.windows_per_epoch
 
     def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows ``first`` to ``stop`` (None: endless over epochs); ``state`` is what ``state()`` gave at ``first``."""
+        """Windows ``first`` to ``stop`` (None: no end but the data's); ``state``: what ``state()`` gave there."""
         self.close()
         self._open = self._reader.iterate(first, stop, state)
         return self._open
 
     def state(self) -> dict[str, Any] | None:
-        """JSON state of this rank's reader after the window handed out last; None where the number is enough."""
+        """JSON state of this rank's reader after the last window; None where the number is enough."""
         return self._reader.state()
 
     def end_epoch(self) -> None:
-        """All ranks agreed that iterable data ended: the next window begins the next epoch. Else without effect."""
+        """All ranks agreed that iterable data ended: the next window begins the next epoch."""
         self._reader.end_epoch()
 
     def close(self) -> None:
@@ -49,6 +50,14 @@ class Windows:
         if self._open is not None:
             self._open.close()  # type: ignore[attr-defined]
             self._open = None
+
+
+def _reader(dataset: Any, settings: DataSettings, notes: list[str]) -> _MapReader | SplitReader | WholeReader:
+    if not is_iterable(dataset):
+        return _MapReader(dataset, settings, notes)
+    if settings.loader_workers:
+        notes.append("iterable data is read in the training process; loader workers are not used for it")
+    return (SplitReader if is_split(dataset) else WholeReader)(dataset, settings, notes)
 
 
 class _MapReader:
@@ -103,7 +112,7 @@ class _MapReader:
 
 
 def _draw(epoch: int, share: list[np.ndarray], rank: int) -> Draw:
-    """What ``rank`` reads of one micro-batch; a rank without samples reads the micro-batch's first as padding."""
+    """What ``rank`` reads of one micro-batch; without samples the micro-batch's first, as padding."""
     ids = share[rank] if len(share[rank]) else share[0][:1]
     return Draw(epoch, tuple(ids.tolist()))
 
@@ -116,8 +125,8 @@ def _sized(dataset: Any) -> int:
     """Length of a map-style data set. Raises DataError where it is none, or empty."""
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise DataError(
-            f"the data is a {type(dataset).__name__}, which has neither __getitem__ and __len__ nor __iter__; "
-            "give a map-style or iterable data set"
+            f"the data is a {type(dataset).__name__}, which has neither __getitem__ and __len__ "
+            "nor __iter__; give a map-style or iterable data set"
         )
     size = len(dataset)
     if size == 0:
@@ -135,8 +144,8 @@ def _windows_per_epoch(size: int, settings: DataSettings, notes: list[str]) -> i
         return full + bool(rest)
     if full == 0:
         raise DataError(
-            f"a global batch of {settings.global_batch} with short windows dropped was asked for, but the data set "
-            f"has {size} samples; lower the global batch or use short windows"
+            f"a global batch of {settings.global_batch} with short windows dropped was asked for, but the "
+            f"data set has {size} samples; lower the global batch or use short windows"
         )
     if rest:
         notes.append(f"{rest} of {size} samples are dropped each epoch (others each time)")
@@ -148,6 +157,9 @@ def eval_micro_batches(dataset: Any, settings: DataSettings) -> Iterator[MicroBa
 
     Every rank gets the same number of micro-batches. Raises DataError for an empty data set.
     """
+    if is_iterable(dataset):
+        yield from whole_micro_batches(dataset, settings)
+        return
     size = _sized(dataset)
     block = settings.ranks * settings.micro_batch
     shares = [

@@ -32,9 +32,9 @@ def _scramble(values: np.ndarray, key: int) -> np.ndarray:
 class Order:
     """A keyed permutation of ``range(size)`` for each epoch.
 
-    A balanced Feistel network on the smallest even number of bits that holds the index space, walked along its
-    cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3). At most
-    4 applications are expected for an index.
+    A balanced Feistel network on the smallest even number of bits that holds the index space, walked along
+    its cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3).
+    At most 4 applications are expected for an index.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class Order:
         self._half_mask = np.uint64((1 << half_bits) - 1)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Sample ids (int64) at positions ``start`` to ``stop`` of ``epoch``. Raises DataError outside the data set."""
+        """Sample ids (int64) at positions ``start`` to ``stop`` of ``epoch``. Raises DataError outside."""
         if not 0 <= start <= stop <= self.size:
             raise DataError(
                 f"positions {start} to {stop} of an epoch were asked for, but it has {self.size} samples; "
@@ -73,12 +73,13 @@ class Order:
 def cut(ids: np.ndarray, ranks: int, micro_batch: int) -> list[list[np.ndarray]]:
     """``result[j][r]``: rank r's ids of micro-batch j; every rank gets the same number of micro-batches.
 
-    Micro-batch j of all ranks together is the next ``ranks * micro_batch`` ids, so the model sees the same set per
-    micro-batch at any world size with the same product. A short last block is split evenly, earlier ranks more.
+    Micro-batch j of all ranks together is the next ``ranks * micro_batch`` ids, so the model sees the same set
+    per micro-batch at any world size with the same product. A short last block is split evenly, earlier ranks
+    more.
     """
     if ranks < 1 or micro_batch < 1:
         raise DataError(
-            f"ids were to be cut over {ranks} ranks in micro-batches of {micro_batch}; both must be at least 1"
+            f"ids were to be cut over {ranks} ranks in micro-batches of {micro_batch}; give at least 1"
         )
     block = ranks * micro_batch
     return [_split(ids[start : start + block], ranks) for start in range(0, len(ids), block)]

@@ -41,7 +41,7 @@ def restore(state: State) -> None:
 
 @contextmanager
 def undisturbed(default_dtype: torch.dtype | None = None) -> Iterator[None]:
-    """User code may draw random numbers in here; afterwards the states are as before. Sets the default dtype too."""
+    """User code may draw random numbers in here; the states are put back. Sets the default dtype too."""
     before, dtype = capture(), torch.get_default_dtype()
     try:
         if default_dtype is not None:

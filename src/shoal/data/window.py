@@ -15,8 +15,8 @@ from shoal.core.errors import DataError
 class MicroBatch:
     """What one rank pushes through the model at once: collated samples and their ids.
 
-    ``padding``: this rank has no sample here; ``batch`` then holds a real sample, so that shapes are real, whose loss
-    is to be masked. ``ids`` is empty then.
+    ``padding``: this rank has no sample here; ``batch`` then holds a real sample, so that shapes are real,
+    whose loss is to be masked. ``ids`` is empty then.
     """
 
     batch: Any
@@ -33,9 +33,9 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one step.
 
-    ``index`` counts windows over all epochs, from 0. ``global_samples``: over all ranks (for data split by its own
-    ``shard`` an upper bound, since a rank does not know what others still hold). ``more``: this rank knows of a window
-    after this one in the epoch or the next; False only where iterable data ended, see ``Windows.end_epoch``.
+    ``index`` counts windows over all epochs, from 0. ``global_samples``: over all ranks (for data split by its
+    own ``shard`` an upper bound, since a rank does not know what others still hold). ``more``: whether data follows
+    as far as this rank knows; False only where iterable data ended, see ``Windows.end_epoch``.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """How a data set is cut and read. ``micro_batch`` is per rank; ``default_dtype`` is torch's while user code runs."""
+    """How a data set is cut and read. ``micro_batch`` is per rank; ``default_dtype`` holds in user code."""
 
     global_batch: int
     micro_batch: int

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shoal.core.errors import DataError
 
-
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
 

@@ -13,15 +13,14 @@ from torch.utils.data import Dataset
 
 from shoal.core.errors import DataError
 
-
 _CHUNK_BYTES = 4 << 20
 
 
 class TextBytes(Dataset):
-    """Sample i: inputs [T] and targets [T] (int64), the bytes from ``i * length`` on and the same one further.
+    """Sample i: inputs [T] and targets [T] (int64): bytes from ``i * length`` on, and one further.
 
-    Files follow each other in the order given. Nothing is kept in memory but their sizes. Raises DataError for a
-    missing file and for text shorter than one sample.
+    Files follow each other in the order given. Nothing is kept in memory but their sizes. Raises DataError
+    for a missing file and for text shorter than one sample.
     """
 
     vocabulary = 256
@@ -59,8 +58,8 @@ def _read_file(path: Path, offset: int, count: int) -> np.ndarray:
     part = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
     if len(part) != count:
         raise DataError(
-            f"{path}: {count} bytes at {offset} were asked for, {len(part)} found; the file has shrunk since the "
-            "data set was made: start again with files that do not change"
+            f"{path}: {count} bytes at {offset} were asked for, {len(part)} found; the file has shrunk since "
+            "the data set was made: start again with files that do not change"
         )
     return part
 
@@ -77,7 +76,7 @@ def existing(files: Sequence[Path]) -> list[Path]:
 
 
 def samples_in(total: int, length: int, unit: str, files: Sequence[Path]) -> int:
-    """Whole samples in ``total`` units, each needing one unit more for its last target. Raises DataError for none."""
+    """Whole samples in ``total`` units, each with one more for its last target. Raises DataError for none."""
     if length < 1:
         raise DataError(f"samples of {length} {unit} were asked for; give at least 1")
     if total < length + 1:
@@ -102,7 +101,7 @@ def position(index: int, samples: int) -> int:
 
 
 def hash_files(files: Sequence[Path], more: str) -> str:
-    """A hash (32 hex digits) of the files' sizes and contents, in order, and of ``more``; not of their names."""
+    """A hash (32 hex digits) of the files' sizes and contents, in order, and of ``more``."""
     digest = hashlib.blake2b(more.encode(), digest_size=16)
     for path in files:
         digest.update(f"\0{path.stat().st_size}\0".encode())

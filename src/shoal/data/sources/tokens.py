@@ -1,4 +1,4 @@
-"""Text files through a tokenizer: tokens are made once, kept in a file named by their content, and memory-mapped."""
+"""Text files through a tokenizer: tokens made once, in a memory-mapped file named by content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from shoal.core.errors import DataError
 from shoal.data.sources.text import existing, hash_files, position, samples_in, shifted
 
-
 try:
     from tokenizers import Tokenizer
 except ImportError:  # an optional package
@@ -23,11 +22,11 @@ except ImportError:  # an optional package
 
 
 class TextTokens(Dataset):
-    """Sample i: inputs [T] and targets [T] (int64), the tokens from ``i * length`` on and the same one further.
+    """Sample i: inputs [T] and targets [T] (int64): tokens from ``i * length`` on, and one further.
 
-    ``tokenizer``: a ``tokenizers.Tokenizer`` or the path of its JSON file. ``cache``: a folder for the token file; one
-    process writes it, others that ask for the same wait. Each file is one text, without special tokens. Raises
-    DataError for a missing file, text that is not UTF-8, and text shorter than one sample.
+    ``tokenizer``: a ``tokenizers.Tokenizer`` or the path of its JSON file. ``cache``: a folder for the token file;
+    one process writes it, others that ask for the same wait. Each file is one text, without special tokens.
+    Raises DataError for a missing file, text that is not UTF-8, and text shorter than one sample.
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: Any, length: int, cache: Path) -> None:
