@@ -1,0 +1,325 @@
+"""Workers on this machine: started, watched, restarted, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+
+from shoal.core.errors import ConfigError, LaunchError
+from shoal.launch.watch import Beats, Watch, describe, overdue, process_state
+from shoal.launch.worker import done_path, error_path, stack_path, work
+from shoal.launch.world import World
+
+STOPPED = 75
+"""Exit code of a run that was asked to stop and has saved; 0: finished; 1: failed; 128 + n: died of signal n."""
+_POLL_S = 0.05
+_WATCH_EVERY_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why an attempt ended: the text to show last, in short for the line about a restart, and the exit code."""
+
+    text: str
+    short: str
+    code: int
+
+
+@dataclass
+class _Asked:
+    """Signals that reached the launcher."""
+
+    count: int = 0
+    number: int = 0
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.count, self.number = self.count + 1, number
+
+
+def run_workers(
+    entry: Callable[[World], int],
+    workers: int,
+    out: Path,
+    restarts: int = 0,
+    device: str = "cpu",
+    port: int | None = None,
+    watch: Watch | None = None,
+) -> int:
+    """Run ``entry`` in ``workers`` processes and return the exit code; what failed first is the last text on stderr.
+
+    Restarts all workers after a failure, up to ``restarts`` times, if they had done a step. SIGINT and SIGTERM
+    ask the workers to save and end; a second one kills them. Call from the main thread, and on CPU before any
+    torch operation that uses several threads: workers are forked, and would hang in such operations after it.
+    ``entry`` must be picklable for CUDA. Raises ConfigError, LaunchError."""
+    _check(workers, device, port)
+    folder = out / "launch"
+    folder.mkdir(parents=True, exist_ok=True)
+    _silence_elastic()
+    restart = 0
+    with _listening() as asked:
+        while True:
+            attempt = _Attempt(entry, workers, folder, device, restart, watch or Watch())
+            code, failure = attempt.run(port, asked)
+            if failure is None:
+                return code
+            if asked.count or not attempt.progressed or restart >= restarts:
+                hint = ""
+                if restarts and not asked.count and not attempt.progressed:
+                    hint = (
+                        "not restarted: it failed before this attempt's first step, so it would fail again\n"
+                    )
+                elif restarts and restart >= restarts:
+                    hint = f"not restarted: all {restarts} restarts are used\n"
+                _say(hint + failure.text)
+                return failure.code
+            restart += 1
+            _say(f"{failure.short}; restart {restart} of {restarts}")
+
+
+class _Attempt:
+    """All workers from their start to the end of the last one."""
+
+    def __init__(
+        self,
+        entry: Callable[[World], int],
+        workers: int,
+        folder: Path,
+        device: str,
+        restart: int,
+        watch: Watch,
+    ) -> None:
+        self.entry, self.workers, self.folder = entry, workers, folder
+        self.device, self.restart, self.watch = device, restart, watch
+        self.progressed = False
+        self._beats = Beats(folder / "beats", workers)
+        self._beats.clear()
+        self._pids: dict[int, int] = {}
+        self._since_s = time.monotonic()
+
+    def run(self, port: int | None, asked: _Asked) -> tuple[int, _Failure | None]:
+        """The workers' exit code, or why they failed."""
+        for rank in range(self.workers):
+            for path in (error_path(self.folder, rank), done_path(self.folder, rank)):
+                path.unlink(missing_ok=True)
+        store = _host_store(port)
+        context, logs = self._start(store, asked)
+        try:
+            return self._wait(context, asked)
+        finally:
+            self.progressed = any(slot.progressed for slot in self._beats.slots())
+            context.close(death_sig=signal.SIGKILL, timeout=5)
+            shutil.rmtree(logs, ignore_errors=True)
+            self._beats.close()
+
+    def _start(self, store: Any, asked: _Asked) -> tuple[PContext, str]:
+        """Start all workers with signals held back, so that none is lost between two handlers."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        own = self.device != "cpu" or "OMP_NUM_THREADS" in os.environ
+        threads = None if own else max(1, cores // self.workers)
+        args, envs = {}, {}
+        for rank in range(self.workers):
+            world = World(rank, rank, self.workers, self.restart, launched=True)
+            args[rank] = (self.entry, world, self.folder, os.getpid(), threads)
+            envs[rank] = _worker_environment(world, store.port)
+        logs = DefaultLogsSpecs(log_dir=str(self.folder / "elastic"))
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(_SIGNALS))
+        try:
+            method = "fork" if self.device == "cpu" else "spawn"
+            context = start_processes("shoal", work, args, envs, logs, start_method=method)
+        finally:
+            for number in _SIGNALS:  # elastic has set its own
+                signal.signal(number, asked)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_SIGNALS))
+        self._pids = context.pids()
+        return context, logs.root_log_dir
+
+    def _wait(self, context: PContext, asked: _Asked) -> tuple[int, _Failure | None]:
+        forwarded = 0
+        looked_s = last_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            died = {rank: code for rank, pid in self._pids.items() if (code := _exit_code(pid)) is not None}
+            if died:
+                return 1, self._failure(died, last_s)
+            if all(done_path(self.folder, rank).exists() for rank in self._pids):
+                result = context.wait(timeout=5, period=0.01)
+                codes = result.return_values if result else {}
+                if result is None or result.failures or not codes:
+                    died = {
+                        rank: failure.exitcode
+                        for rank, failure in (result.failures if result else {}).items()
+                    }
+                    return 1, self._failure(died, last_s)
+                return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), None
+            last_s = now_s
+            if asked.count > forwarded:
+                forwarded = asked.count
+                if forwarded > 1:
+                    name = signal.Signals(asked.number).name
+                    text = f"error: killed by a second {name}, before the workers had saved"
+                    return 1, _Failure(text, text, 128 + asked.number)
+                _say("stopping: saving at the end of this step (ask once more to end at once)")
+                self._signal(signal.SIGTERM)
+            if now_s - looked_s > _WATCH_EVERY_S:
+                looked_s = now_s
+                if (failure := self._look(now_s)) is not None:
+                    return 1, failure
+            time.sleep(_POLL_S)
+
+    def _failure(self, died: dict[int, int], alive_s: float) -> _Failure:
+        """The first cause: the earliest error left behind, unless a rank was killed before it.
+
+        ``alive_s``: when all ranks were last seen alive. An error later than that beside a killed rank is its victim's."""
+        errors = sorted(self._errors(), key=lambda row: row["time_s"])
+        killed = {rank: -code for rank, code in died.items() if code < 0}
+        if killed and not (errors and errors[0]["time_s"] < alive_s):
+            rank, number = min(killed.items())
+            name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+            short = f"rank {rank} of {self.workers} was killed by signal {number} ({name}){self._after(rank)}"
+            hint = "; often the machine had run out of memory" if number == signal.SIGKILL else ""
+            return _Failure(f"error: {short}{hint}", short, 128 + number)
+        if errors:
+            first = errors[0]
+            short = f"rank {first['rank']} of {self.workers} failed{self._after(first['rank'])}"
+            text = first["text"] if first["plain"] else f"error: {short} before any other:\n{first['text']}"
+            return _Failure(text, f"{short}: {first['text'].splitlines()[-1]}", 1)
+        rank, code = min(died.items()) if died else (0, 1)
+        short = (
+            f"rank {rank} of {self.workers} ended with exit code {code}{self._after(rank)} and left no error"
+        )
+        return _Failure(f"error: {short}", short, code if 0 < code < 256 else 1)
+
+    def _errors(self) -> Iterator[dict[str, Any]]:
+        for rank in range(self.workers):
+            with contextlib.suppress(OSError, ValueError):
+                yield json.loads(error_path(self.folder, rank).read_text())
+
+    def _after(self, rank: int) -> str:
+        slot = self._beats.slots()[rank]
+        return f" after step {slot.step}" if slot.pid else ""
+
+    def _look(self, now_s: float) -> _Failure | None:
+        """A failure that names who is behind, with every rank's stack, when nobody moves."""
+        slots = self._beats.slots()
+        found = overdue(slots, now_s, self._since_s, self.watch)
+        if found is None:
+            return None
+        states = {rank: process_state(pid) for rank, pid in self._pids.items()}
+        self._signal(signal.SIGUSR1)
+        time.sleep(self.watch.stacks_s)
+        stacks = []
+        for rank in self._pids:
+            text = stack_path(self.folder, rank).read_text().rstrip()
+            stacks.append(f"rank {rank}'s stack:\n{text or '(none: the process does not answer)'}")
+        said = describe(found, slots, states)
+        short = said.splitlines()[0].removeprefix("error: ")
+        return _Failure("\n".join([*stacks, said]), short, 1)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _check(workers: int, device: str, port: int | None) -> None:
+    """Refuse what cannot work before anything is started."""
+    if workers < 1:
+        raise ConfigError(f"asked for {workers} workers: give at least 1")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"asked for workers on {device!r}: use cpu or cuda")
+    if device == "cuda" and workers > (found := torch.cuda.device_count()):
+        raise ConfigError(f"asked for {workers} workers, found {found} GPU(s): give at most {found}")
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("asked to start workers from a thread that is not the main one: call from there")
+    if port is not None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise ConfigError(
+                    f"asked to meet at port {port}, but it is in use or not allowed ({error.strerror}): "
+                    "give another, or none for a free one"
+                ) from None
+
+
+def _host_store(port: int | None) -> Any:
+    """The store at which the workers meet, hosted here, on a free port unless told."""
+    try:
+        return dist.TCPStore("127.0.0.1", port or 0, is_master=True, wait_for_workers=False)
+    except dist.DistError as error:
+        raise LaunchError(
+            f"cannot listen on 127.0.0.1 port {port or '(any free)'}: {error}; give another port"
+        ) from error
+
+
+def _worker_environment(world: World, port: int) -> dict[str, str]:
+    """The variables by which a worker finds its world."""
+    values = {
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": world.restart,
+        "SHOAL_LAUNCHED": 1,
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        values["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name may not resolve
+    return {name: str(value) for name, value in values.items()}
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a child ended (minus the signal's number where it was killed), leaving it to be waited for; None: alive."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 1  # someone else has waited for it
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[_Asked]:
+    """Count SIGINT and SIGTERM; the former handlers are back afterwards."""
+    asked = _Asked()
+    watched = [*_SIGNALS, signal.SIGHUP, signal.SIGQUIT]  # elastic sets all four
+    former = {number: signal.getsignal(number) for number in watched}
+    for number in _SIGNALS:
+        signal.signal(number, asked)
+    try:
+        yield asked
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _silence_elastic() -> None:
+    """Elastic logs each worker's end at length; what failed is said once, by us."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

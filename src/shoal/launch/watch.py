@@ -1,0 +1,199 @@
+"""How far each rank is, seen from outside: beats in a shared file, and who is behind when they stop."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PHASES = (
+    "none",
+    "start",
+    "evaluate",
+    "checkpoint_stall",
+    "save",
+    "data_wait",
+    "forward_backward",
+    "sync_exposed",
+    "optimizer",
+    "other",
+    "end",
+)
+"""In the order in which they follow each other at one count of steps; later is further."""
+PAUSES = ("start", "evaluate", "checkpoint_stall", "save")
+_SLOT = struct.Struct("<qqqqdd")
+_STRIDE = 64
+_KEPT = 1000  # step times that a rank remembers
+_OTHER = PHASES.index("other")
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When a rank counts as standing still: times in seconds."""
+
+    least_s: float = 10.0
+    pause_s: float = 120.0
+    factor: float = 5.0
+    stacks_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One rank's last beat. ``step``: updates done; ``slow_step_s``: 99th percentile of its step times."""
+
+    rank: int
+    pid: int
+    step: int
+    first_step: int
+    phase: str
+    time_s: float
+    slow_step_s: float
+
+    @property
+    def progressed(self) -> bool:
+        """Whether at least one step was done since this process began."""
+        return self.pid != 0 and self.step > self.first_step
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """Nobody moves: which ranks are behind the others, how long the longest has stood and the deadline."""
+
+    behind: tuple[int, ...]
+    waited_s: float
+    deadline_s: float
+
+
+class Beats:
+    """A file of one slot per rank, mapped into memory; a beat costs a microsecond and no system call."""
+
+    def __init__(self, path: Path, size: int, rank: int | None = None) -> None:
+        """Open or make the file; with ``rank``, take that slot as this process's own."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.size, self.rank = path, size, rank
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(descriptor).st_size < size * _STRIDE:
+                os.ftruncate(descriptor, size * _STRIDE)
+            self._map = mmap.mmap(descriptor, size * _STRIDE)
+        finally:
+            os.close(descriptor)
+        self._times: deque[float] = deque(maxlen=_KEPT)
+        self._step: int | None = None
+        self._first = 0
+        self._stepped_s = 0.0
+        self._slow_s = 0.0
+        if rank is not None:
+            self._map[rank * _STRIDE : (rank + 1) * _STRIDE] = bytes(_STRIDE)
+
+    def clear(self) -> None:
+        """Forget all ranks' beats."""
+        self._map[:] = bytes(self.size * _STRIDE)
+
+    def beat(self, step: int, phase: str) -> None:
+        """This rank has done ``step`` updates and is now in ``phase`` (unknown phases count as ``other``)."""
+        now = time.monotonic()
+        if step != self._step:
+            self._note_step(step, now)
+        code = PHASES.index(phase) if phase in PHASES else _OTHER
+        _SLOT.pack_into(
+            self._map, (self.rank or 0) * _STRIDE, os.getpid(), step, self._first, code, now, self._slow_s
+        )
+
+    def slots(self) -> list[Slot]:
+        """The last beat of every rank."""
+        found = []
+        for rank in range(self.size):
+            pid, step, first, code, time_s, slow_s = _SLOT.unpack_from(self._map, rank * _STRIDE)
+            found.append(Slot(rank, pid, step, first, PHASES[code % len(PHASES)], time_s, slow_s))
+        return found
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._map.close()
+
+    def _note_step(self, step: int, now: float) -> None:
+        if self._step is None:
+            self._first = step
+        elif step > self._step:
+            if self._step > self._first:  # the first step compiles, allocates and warms up: not typical
+                self._times.append((now - self._stepped_s) / (step - self._step))
+            if len(self._times) < 32 or step % 32 == 0:
+                self._slow_s = percentile(list(self._times), 0.99)
+        self._step, self._stepped_s = step, now
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of the values do not exceed; 0 where there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def overdue(slots: Sequence[Slot], now_s: float, since_s: float, watch: Watch) -> Overdue | None:
+    """Whether a rank stands still for longer than the run's own steps allow.
+
+    A run that has never beaten is not watched; beats before ``since_s`` (another attempt's) count as made then.
+    The deadline is the longest that any rank's phase allows, since the others may wait for that rank."""
+    beaten = [slot for slot in slots if slot.pid and slot.phase != "end"]
+    if not beaten:
+        return None
+    deadline_s = max(_deadline(slot, watch) for slot in beaten)
+    if any(not slot.pid for slot in slots):
+        deadline_s = max(deadline_s, watch.pause_s)
+    waited_s = max(now_s - max(slot.time_s, since_s) for slot in beaten)
+    if waited_s <= deadline_s:
+        return None
+    return Overdue(behind(slots), waited_s, deadline_s)
+
+
+def behind(slots: Sequence[Slot], states: Mapping[int, str] | None = None) -> tuple[int, ...]:
+    """The ranks that the others wait for: those stopped by a signal, else all that are not as far as the furthest.
+
+    ``states``: by rank, the process's state letter in /proc. Empty where all ranks are equally far."""
+    stopped = tuple(slot.rank for slot in slots if (states or {}).get(slot.rank) in ("T", "t"))
+    if stopped:
+        return stopped
+
+    def place(slot: Slot) -> tuple[int, int, int]:
+        return (bool(slot.pid), slot.step, PHASES.index(slot.phase))
+
+    furthest = max(place(slot) for slot in slots)
+    return tuple(slot.rank for slot in slots if place(slot) < furthest)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process (R, S, D, T, Z); empty where there is none or no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text[text.rfind(")") + 2 : text.rfind(")") + 3]
+
+
+def describe(found: Overdue, slots: Sequence[Slot], states: Mapping[int, str]) -> str:
+    """Who is behind and where every rank stands, for a person."""
+    late = behind(slots, states)
+    if late:
+        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} stopped moving"
+    else:
+        names = "all ranks stopped moving at the same place"
+    lines = [
+        f"error: {names}: no progress for {found.waited_s:.0f} s "
+        f"(deadline {found.deadline_s:.0f} s, from this run's own step times)"
+    ]
+    for slot in slots:
+        state = states.get(slot.rank, "")
+        note = f", stopped by a signal (state {state})" if state in ("T", "t") else ""
+        where = f"after step {slot.step}, in {slot.phase}" if slot.pid else "has not begun"
+        lines.append(f"  rank {slot.rank}: {where}{note}")
+    return "\n".join(lines)
+
+
+def _deadline(slot: Slot, watch: Watch) -> float:
+    least_s = watch.pause_s if slot.phase in PAUSES or not slot.progressed else watch.least_s
+    return max(least_s, watch.factor * slot.slow_step_s)
