@@ -62,5 +62,5 @@ class Job(shoal.Job):
 
     def lr_schedule(self, optimizer, steps):
         return torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.lr, total_steps=steps + 1, cycle_momentum=False
+            optimizer, self.lr, total_steps=steps, cycle_momentum=False
         )
