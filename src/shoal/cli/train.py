@@ -20,7 +20,11 @@ def _flags() -> list[inspect.Parameter]:
     for name, field in RunSettings.model_fields.items():
         flag = "--" + name.replace("_", "-")
         kind: Any = field.annotation
-        shown = "" if field.default is None else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
+        shown = (
+            ""
+            if field.default is None
+            else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
+        )
         text = (field.description or "") + shown
         if kind is bool:
             annotation: Any = Annotated[bool | None, typer.Option(flag, help=text)]
@@ -28,7 +32,9 @@ def _flags() -> list[inspect.Parameter]:
             annotation = Annotated[list[str] | None, typer.Option(flag, help=text)]
         else:
             annotation = Annotated[str | None, typer.Option(flag, help=text, metavar=_metavar(kind))]
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        found.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
     return found
 
 
@@ -41,14 +47,21 @@ def _metavar(kind: Any) -> str:
 
 def command(
     file: Annotated[str, typer.Argument(help="Python file with a Job", metavar="FILE")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="fields of the job", metavar="[FIELD=VALUE ...]")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="fields of the job", metavar="[FIELD=VALUE ...]")
+    ] = None,
     *,
     workers: Annotated[
-        int | None, typer.Option(help="worker processes (default: every GPU; without one the CPU's cores, up to 2)")
+        int | None,
+        typer.Option(help="worker processes (default: every GPU; without one the CPU's cores, up to 2)"),
     ] = None,
     restarts: Annotated[int, typer.Option(help="how often dead workers are started again")] = 0,
-    port: Annotated[int | None, typer.Option(help="port of the workers' rendezvous (default: any free one)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="port of the workers' rendezvous (default: any free one)")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object as the last line of stdout")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 finished, 75 stopped on request after saving, else failed."""
@@ -70,6 +83,7 @@ def command(
 
 _signature = inspect.signature(command)
 command.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # typer reads flags from the signature
-    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags()
+    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    + _flags()
 )
 command.__annotations__.update({p.name: p.annotation for p in _flags()})

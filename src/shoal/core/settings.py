@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.core.errors import ConfigError, nearest
 
-
 Model = TypeVar("Model", bound=BaseModel)
 
 

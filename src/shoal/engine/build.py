@@ -126,8 +126,12 @@ def _model(
     notes = precision.widen(model)
     model.to(device)
     model.train()
-    if dist.get_world_size() > 1 and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
-        notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
+    if dist.get_world_size() > 1 and any(
+        isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()
+    ):
+        notes.append(
+            "dropout masks depend on the number of workers: this run repeats exactly only with as many"
+        )
     return model, notes
 
 
@@ -146,7 +150,9 @@ def load_weights(model: nn.Module, source: Path) -> None:
         state.load_model(model, Reader(folder), str(folder))
         return
     if found is None:
-        raise CheckpointError(f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
+        raise CheckpointError(
+            f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors"
+        )
     state.load_model(model, Reader(found.path), str(found.path))
 
 
@@ -154,7 +160,9 @@ def _load_exported(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str | 
     mine, tied = state.model_tensors(model)
     for name, tensor in mine.items():
         short = name.removeprefix("model/")
-        given = next((tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None)
+        given = next(
+            (tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None
+        )
         if given is None:
             return f"{short} is missing; it has {', '.join(list(tensors)[:3])}, ..."
         if given.shape != tensor.shape:
@@ -184,7 +192,10 @@ def check_same_model(model: nn.Module) -> None:
         if digest != every[0][0]:
             here = [" ".join(map(str, entry)) for entry in every[0][1]]
             there = [" ".join(map(str, entry)) for entry in other]
-            place = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+            place = next(
+                (i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b),
+                min(len(here), len(there)),
+            )
             pair = [names[place] if place < len(names) else "nothing" for names in (here, there)]
             raise ModelError(
                 f"ranks 0 and {rank} built different models: parameter {place} is {pair[0]!r} on rank 0 and "
@@ -225,7 +236,8 @@ def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any
         record.cut_events(run.out, run.step_count)
     dist.barrier()
     sized = run.total_steps
-    run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})
+    run.record.start(
+        {"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told}
+    )
     for text in notes:
         run.record.note(text)
-

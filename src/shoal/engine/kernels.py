@@ -45,7 +45,10 @@ def select(setting: str, device_type: str, saved: dict[str, Any] | None) -> dict
     if saved is not None:
         return saved
     if setting == "default" or device_type != "cpu":
-        return {"float32_matmul": "highest", "why": "torch's default, as asked" if setting == "default" else device_type}
+        return {
+            "float32_matmul": "highest",
+            "why": "torch's default, as asked" if setting == "default" else device_type,
+        }
     measured = measure()
     name = choose(measured)
     told = ", ".join(f"{key} {entry['ms']} ms, error {entry['error']:.1e}" for key, entry in measured.items())

@@ -40,7 +40,9 @@ class NamedOptimizer:
             return False
         if self.fused:
             device = self.optimizer.param_groups[0]["params"][0].device
-            inverse = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            inverse = (
+                None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
+            )
             self.optimizer.grad_scale = inverse  # type: ignore[attr-defined]  # read by torch's fused kernels
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -60,7 +62,11 @@ class NamedOptimizer:
         return {
             "class": type(self.optimizer).__name__,
             "groups": [
-                {"parameters": [self.names[id(p)] for p in group["params"]], "now": _plain(group), "built": built}
+                {
+                    "parameters": [self.names[id(p)] for p in group["params"]],
+                    "now": _plain(group),
+                    "built": built,
+                }
                 for group, built in zip(self.optimizer.param_groups, self.built, strict=True)
             ],
             "state": {
@@ -90,7 +96,8 @@ class NamedOptimizer:
         for name, state in values["state"].items():
             param = by_name[name]
             self.optimizer.state[param] = {
-                key: read(f"optimizer/{key}/{name}") if value is None else value for key, value in state.items()
+                key: read(f"optimizer/{key}/{name}") if value is None else value
+                for key, value in state.items()
             }
         return notes, ratios
 

@@ -18,14 +18,18 @@ class RunSettings(Settings):
     epochs: int | None = Field(None, ge=1, description="passes over the data (default: 1 if no --steps)")
     global_batch: int = Field(32, ge=1, description="samples in one optimizer step, over all workers")
     micro_batch: int | None = Field(
-        None, ge=1, description="samples per worker in one forward and backward (default: global batch / workers)"
+        None,
+        ge=1,
+        description="samples per worker in one forward and backward (default: global batch / workers)",
     )
     precision: Precision = Field("fp32", description="compute precision; weights and optimizer stay float32")
     clip: float | None = Field(None, gt=0, description="largest global gradient norm (default: no clipping)")
     seed: int = Field(0, ge=0, description="seed of weights, data order and randomness")
     out: str = Field("runs/{job}", description="the run's folder")
     resume: bool = Field(False, description="go on from the newest good checkpoint in --out")
-    init_from: str | None = Field(None, description="take weights alone from a checkpoint or safetensors file")
+    init_from: str | None = Field(
+        None, description="take weights alone from a checkpoint or safetensors file"
+    )
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations (default: at the end)")
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints (default: at the end)")
     keep: int = Field(2, ge=1, description="checkpoints to keep")

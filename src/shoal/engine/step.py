@@ -57,7 +57,9 @@ def train_step(run: Run, window: Window) -> StepReport:
     tally = forward_backward(run, window, run.scaler.scale)  # summed loss and its count, as tensors
     run.enter("sync_exposed")
     run.buckets.finish()  # SUM over the ranks that split the work; divides nothing
-    total = reduce(run, window, tally)  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
+    total = reduce(
+        run, window, tally
+    )  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
     verdict = judge(run, total)  # norm, whether to apply, one factor
     run.enter("optimizer")
     lr = run.schedule.lr
@@ -72,12 +74,20 @@ def train_step(run: Run, window: Window) -> StepReport:
 def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> list[float]:
     """Collective. Everything that ranks must know of each other, summed in one float64 vector and read once."""
     head = torch.stack([tally.loss, tally.count, tally.bad_counts, run.buckets.squared_norm(dtype)])
-    told = [tally.tokens, tally.padded_tokens, *run.signals(window).values(), *run.buckets.used(), *run.watch.changed()]
+    told = [
+        tally.tokens,
+        tally.padded_tokens,
+        *run.signals(window).values(),
+        *run.buckets.used(),
+        *run.watch.changed(),
+    ]
     total = torch.cat([head, torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
     dist.all_reduce(total)
     values = total.tolist()
     if dtype is None and not math.isfinite(values[FIGURES.index("squared_norm")]):
-        return reduce(run, window, tally, torch.float64)  # float32 squares may have overflowed: all ranks see it
+        return reduce(
+            run, window, tally, torch.float64
+        )  # float32 squares may have overflowed: all ranks see it
     return values
 
 

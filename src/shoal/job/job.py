@@ -58,4 +58,4 @@ class Job(BaseModel):
 
     def after(self, model: Any, summary: Any) -> None:
         """Called once on rank 0 when the run has ended well, with the trained model: print samples, and so on."""
-        return None
+        return
