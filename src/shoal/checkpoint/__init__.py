@@ -1,0 +1,6 @@
+"""What is saved of a run: written in the background, found again whole, exported for others."""
+
+from shoal.checkpoint.reader import Found, Reader, checkpoints, compare, newest_good
+from shoal.checkpoint.writer import Writer
+
+__all__ = ["Found", "Reader", "Writer", "checkpoints", "compare", "newest_good"]

@@ -1,0 +1,241 @@
+"""Finding a good checkpoint and reading it, piece by piece, into tensors that exist already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.layout import (
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    REPLACED_NAME,
+    STEP_NAME,
+    Shape,
+    file_checksum,
+    read_header,
+    size_bytes,
+    unseal,
+)
+from shoal.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk; ``problem`` says why it must not be resumed from, None where nothing is wrong."""
+
+    step: int
+    path: Path
+    problem: str | None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder. Raises CheckpointError where it is missing, torn or of another format."""
+    try:
+        manifest = unseal(path / MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing: the save was never completed") from None
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise CheckpointError(
+            f"{MANIFEST} is of format {found!r}, this Shoal reads {FORMAT}; use the Shoal that wrote it"
+        )
+    for name in manifest["files"]:
+        if os.path.basename(name) != name:
+            raise CheckpointError(f"{MANIFEST} names {name!r}, which lies outside its folder")
+    return manifest
+
+
+def problem_of(path: Path, step: int, verify: bool) -> str | None:
+    """What is wrong with the checkpoint at ``path``; with ``verify`` each file's content is held against its checksum."""
+    try:
+        manifest = read_manifest(path)
+        if manifest["step"] != step:
+            return f"{MANIFEST} is of step {manifest['step']}"
+        for name, facts in manifest["files"].items():
+            size = os.path.getsize(path / name)
+            if size != facts["size"]:
+                return f"{name} has {size} bytes, {facts['size']} were written"
+            if verify and file_checksum(path / name) != facts["crc32"]:
+                return f"{name} changed since it was written: its checksum differs"
+    except CheckpointError as error:
+        return str(error)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    if manifest["values"].get("finite") is False:
+        return "its weights are not finite"
+    return None
+
+
+def candidates(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of everything that may be a checkpoint, newest first; no file is opened.
+
+    One that made way for another of its step comes after that one.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = STEP_NAME.fullmatch(path.name) or REPLACED_NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found, key=lambda entry: (-entry[0], entry[1].name))
+
+
+def checkpoints(folder: Path, verify: bool = True) -> list[Found]:
+    """All checkpoints in ``folder``, newest first. Without ``verify`` contents are not read, only sizes."""
+    return [Found(step, path, problem_of(path, step, verify)) for step, path in candidates(Path(folder))]
+
+
+def newest_good(folder: Path) -> tuple[Found | None, list[Found]]:
+    """The newest checkpoint that verifies, and the newer ones that were skipped with their problems."""
+    skipped = []
+    for step, path in candidates(Path(folder)):
+        found = Found(step, path, problem_of(path, step, verify=True))
+        if found.problem is None:
+            return found, skipped
+        skipped.append(found)
+    return None, skipped
+
+
+class Reader:
+    """Reads one checkpoint; holds its manifest only. Nothing is unpickled. Raises CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            manifest = read_manifest(self.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read the checkpoint {self.path}: {error}") from None
+        self.step: int = manifest["step"]
+        self.values: dict[str, Any] = manifest["values"]
+        self.ranks: int = manifest["ranks"]
+        self._tensors: dict[str, Any] = manifest["tensors"]
+        self._headers: dict[str, tuple[dict[str, Any], int]] = {}
+
+    def names(self) -> list[str]:
+        """Sorted names of all tensors."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> Shape:
+        """Full shape of a tensor, whatever pieces it was written in."""
+        return tuple(self._entry(name)["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor as it was saved."""
+        return DTYPES[self._entry(name)["dtype"]]
+
+    def read(self, name: str) -> Tensor:
+        """A new tensor on the CPU."""
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, tensor)
+        return tensor
+
+    @torch.no_grad()
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Copy a saved tensor into one of the same shape and dtype, on any device."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise CheckpointError(
+                f"cannot read {name!r} of {self.path} into {tuple(tensor.shape)} {tensor.dtype}: "
+                f"it was saved as {shape} {dtype}; use the model it was written by"
+            )
+        for piece in self._entry(name)["pieces"]:
+            target = tensor
+            for axis, (start, length) in enumerate(zip(piece["offsets"], piece["shape"], strict=True)):
+                target = target.narrow(axis, start, length)
+            if target.device.type == "cpu" and target.is_contiguous():
+                self._read_piece(name, piece, dtype, target)
+            else:
+                part = torch.empty(piece["shape"], dtype=dtype)
+                self._read_piece(name, piece, dtype, part)
+                target.copy_(part)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"{self.path} holds no tensor {name!r}; it holds {len(self._tensors)}: {self._some()}"
+            )
+        return self._tensors[name]
+
+    def _some(self) -> str:
+        names = self.names()
+        return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+    def _read_piece(self, name: str, piece: dict[str, Any], dtype: torch.dtype, target: Tensor) -> None:
+        """Fill ``target`` (CPU, contiguous) from the piece's file, whose header must agree with the manifest."""
+        path = self.path / os.path.basename(piece["file"])
+        try:
+            if path.name not in self._headers:
+                self._headers[path.name] = read_header(path)
+            entries, body = self._headers[path.name]
+            entry = entries.get(piece["key"])
+            count = size_bytes(tuple(piece["shape"]), dtype)
+            if entry is None or DTYPES.get(entry["dtype"]) != dtype or entry["shape"] != piece["shape"]:
+                raise CheckpointError(
+                    f"{path} does not hold {name!r} as its manifest says; run shoal checkpoint verify"
+                )
+            start, end = entry["data_offsets"]
+            got = end - start
+            if got == count and count:
+                with open(path, "rb", buffering=0) as file:
+                    file.seek(body + start)
+                    got = _read_fully(file, memoryview(target.reshape(-1).view(torch.uint8).numpy()))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name!r} of {self.path}: {error}") from None
+        if got != count:
+            raise CheckpointError(
+                f"{path} holds {got} bytes of {name!r}, {count} were asked; the file is torn"
+            )
+
+
+def _read_fully(file: Any, buffer: memoryview) -> int:
+    at = 0
+    while at < len(buffer):
+        count = file.readinto(buffer[at:])
+        if not count:
+            break
+        at += count
+    return at
+
+
+def compare(
+    reader: Reader, expected: Mapping[str, tuple[Shape, torch.dtype]], prefix: str = ""
+) -> str | None:
+    """How the saved tensors under ``prefix`` differ from those expected, the first few by name; None where equal."""
+    held = {name for name in reader.names() if name.startswith(prefix)}
+    parts = []
+    missing = [name.removeprefix(prefix) for name in expected if name not in held]
+    unexpected = sorted(name.removeprefix(prefix) for name in held - set(expected))
+    if missing:
+        parts.append(f"it lacks {_first(missing)}")
+    if unexpected:
+        parts.append(f"it has {_first(unexpected)}, which the model has not")
+    differing = []
+    for name, (shape, dtype) in expected.items():
+        if name in held and (reader.shape(name), reader.dtype(name)) != (tuple(shape), dtype):
+            saved = f"{list(reader.shape(name))} {_plain(reader.dtype(name))}"
+            differing.append(
+                f"{name.removeprefix(prefix)} is {saved}, the model's is {list(shape)} {_plain(dtype)}"
+            )
+    if differing:
+        parts.append(
+            "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        )
+    return "; ".join(parts) or None
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
