@@ -19,14 +19,14 @@ from shoal.models.gpt import GPT
 class Job(shoal.Job):
     """Predict the next byte of Python code; the defaults are sized for a minute or two on two CPU cores."""
 
-    defaults: ClassVar[dict] = {"steps": 250, "global_batch": 32, "eval_every": 50, "clip": 1.0}
+    defaults: ClassVar[dict] = {"steps": 300, "global_batch": 32, "eval_every": 50, "clip": 1.0}
 
     width: int = 128
     layers: int = 4
-    heads: int = 4
+    heads: int = 2
     context: int = 128
     dropout: float = 0.0
-    lr: float = 3e-3
+    lr: float = 4e-3
     warmup: int = 20
     weight_decay: float = 0.1
     eval_sequences: int = 500

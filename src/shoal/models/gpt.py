@@ -106,7 +106,7 @@ class GPT(nn.Module):
     def generate(
         self, prefix_ids: Tensor, n: int, temperature: float = 1.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """``prefix_ids`` [T] or [B, T] and ``n`` sampled tokens after it; temperature 0 takes the likeliest."""
+        """``prefix_ids`` [T] or [B, T] and ``n`` sampled tokens after it; temperature 0: the likeliest."""
         was_training = self.training
         self.eval()
         ids = prefix_ids if prefix_ids.dim() == 2 else prefix_ids[None]
