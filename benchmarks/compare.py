@@ -159,14 +159,10 @@ def context(args):
 def environment(args):
     """What the figures depend on."""
     code = "import torch; print(torch.__version__)"
-    torch_version = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    ).stdout.strip()
+    torch_version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu,

@@ -37,9 +37,7 @@ def arguments():
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--warmup", type=int, default=2, help="first steps left out of the median")
-    parser.add_argument(
-        "--t0", type=float, default=time.time(), help="seconds since 1970 when the command began"
-    )
+    parser.add_argument("--t0", type=float, default=time.time(), help="seconds since 1970 when the command began")
     return parser.parse_args()
 
 

@@ -5,10 +5,10 @@ shoal train benchmarks/shoal_job.py --workers 2 --steps 12 --global-batch 16 --m
 
 import torch
 import torch.nn.functional as F
-from shoal.data.sources.stdlib import stdlib_files
-from shoal.data.sources.text import TextBytes
 
 import shoal
+from shoal.data.sources.stdlib import stdlib_files
+from shoal.data.sources.text import TextBytes
 from shoal.models.gpt import GPT
 
 

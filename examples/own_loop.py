@@ -45,9 +45,7 @@ def main():
         out=args.out,
     )
     for window in run.windows():  # Shoal
-        report = run.step(
-            window
-        )  # Shoal: forward, backward, clip, optimizer and schedule of one global batch
+        report = run.step(window)  # Shoal: forward, backward, clip, optimizer and schedule of one global batch
         if report.step % 32 == 0:
             print(f"step {report.step}: loss {report.loss:.4f}, gradient norm {report.grad_norm:.3f}")
     print("held out:", run.evaluate())  # Shoal

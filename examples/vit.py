@@ -61,6 +61,4 @@ class Job(shoal.Job):
         return torch.optim.AdamW(groups, lr=self.lr)
 
     def lr_schedule(self, optimizer, steps):
-        return torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.lr, total_steps=steps, cycle_momentum=False
-        )
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=steps, cycle_momentum=False)

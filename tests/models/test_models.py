@@ -101,9 +101,7 @@ def test_generate_takes_a_batch_of_prefixes():
 
 def test_generate_depends_on_its_generator_alone():
     model, prefix = small(dropout=0.5), torch.tensor([1, 2])
-    texts = [
-        model.generate(prefix, 20, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
-    ]
+    texts = [model.generate(prefix, 20, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -116,9 +114,7 @@ def test_generate_leaves_the_mode_as_it_was():
 
 
 def test_gpt_refuses_a_sequence_beyond_its_context():
-    with pytest.raises(
-        ConfigError, match="a sequence of 13 tokens was given to a model with a context of 12"
-    ):
+    with pytest.raises(ConfigError, match="a sequence of 13 tokens was given to a model with a context of 12"):
         small()(torch.zeros(1, 13, dtype=torch.long))
 
 

@@ -90,8 +90,7 @@ def test_a_sink_that_raises_is_left_out_and_the_others_go_on(method: str) -> Non
     assert broken.calls.count(method) == 1
     assert broken.calls[-1] == "close", "a sink that failed may still have something to close"
     assert both.problems == [
-        f"sink Toy raised RuntimeError in {method}: the server is gone; "
-        "it gets no more rows, training goes on"
+        f"sink Toy raised RuntimeError in {method}: the server is gone; it gets no more rows, training goes on"
     ]
 
 

@@ -61,9 +61,7 @@ def test_history_does_not_grow_with_the_run(tmp_path: Path) -> None:
             totals.add(now)
             sinks.row(now)
             if number % 100 == 0:
-                log.row(
-                    "step", **{name: value for name, value in now.items() if name not in ("kind", "time")}
-                )
+                log.row("step", **{name: value for name, value in now.items() if name not in ("kind", "time")})
                 board.row(now)
 
     record(0, 1_000)

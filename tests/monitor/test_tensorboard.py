@@ -41,9 +41,7 @@ def test_numbers_of_step_and_eval_rows_are_scalars(tmp_path: Path) -> None:
     sink = TensorBoard()
     sink.start({"out": str(tmp_path), "step": 0, "steps": 1, "job.width": 8})
     sink.row({"kind": "note", "time": 1.0, "text": "passed over"})
-    sink.row(
-        {"kind": "step", "time": 2.5, "step": 1, "loss": None, "loss_text": "nan", "lr": 0.5, "tokens": None}
-    )
+    sink.row({"kind": "step", "time": 2.5, "step": 1, "loss": None, "loss_text": "nan", "lr": 0.5, "tokens": None})
     sink.row({"kind": "eval", "time": 3.0, "step": 1, "loss": 2.0, "metrics.accuracy": 0.75})
     sink.close()
     board = read(tmp_path)
@@ -66,9 +64,7 @@ def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert [scalar.step for scalar in read(tmp_path).Scalars("step/loss")] == list(range(1, 11))
 
 
-def test_attempts_within_a_second_are_read_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_within_a_second_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.monitor.tensorboard.time.time", lambda: 1e9)
     for pid, (begin, end) in zip((900, 20, 1), ((0, 4), (2, 6), (5, 9)), strict=True):
         monkeypatch.setattr("shoal.monitor.tensorboard.os.getpid", lambda pid=pid: pid)

@@ -34,10 +34,7 @@ def tidy(folder: Path, files: FileSystem) -> None:
         elif match:
             step = int(match[1])
             target = folder / f"step-{step}"
-            if (
-                problem_of(path, step, verify=True) is None
-                and problem_of(target, step, verify=True) is not None
-            ):
+            if problem_of(path, step, verify=True) is None and problem_of(target, step, verify=True) is not None:
                 discard(target, files)
                 files.rename(path, target)
                 files.fsync_dir(folder)
@@ -73,9 +70,7 @@ def rotate(folder: Path, committed: int, keep: int, verified: set[int], files: F
         else:
             verified.discard(step)
             unfit.append((step, path))
-    good.sort(
-        key=lambda entry: (entry[0] != committed, -entry[0])
-    )  # what was just written counts as the newest
+    good.sort(key=lambda entry: (entry[0] != committed, -entry[0]))  # what was just written counts as the newest
     kept = good[:keep]
     doomed = good[keep:]
     if kept:

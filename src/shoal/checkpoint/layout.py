@@ -22,9 +22,7 @@ from shoal.core.errors import CheckpointError
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 STEP_NAME = re.compile(r"step-(\d+)")
-REPLACED_NAME = re.compile(
-    r"step-(\d+)\.replaced"
-)  # made way for a new one of its name; good until that one is
+REPLACED_NAME = re.compile(r"step-(\d+)\.replaced")  # made way for a new one of its name; good until that one is
 CHUNK_BYTES = 4 << 20
 HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own limit
 
@@ -104,9 +102,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
-            raise CheckpointError(
-                f"{path} is no safetensors file: its header would end beyond its {size} bytes"
-            )
+            raise CheckpointError(f"{path} is no safetensors file: its header would end beyond its {size} bytes")
         text = file.read(length)
     try:
         entries = json.loads(text)
@@ -142,9 +138,7 @@ def unseal(path: Path) -> Any:
     raw = path.read_bytes()
     text = raw[len(_seal_prefix(0)) : -1]
     if raw != _seal_prefix(zlib.crc32(text)) + text + b"}":
-        raise CheckpointError(
-            f"{path.name} is torn or changed: its checksum does not match its {len(raw)} bytes"
-        )
+        raise CheckpointError(f"{path.name} is torn or changed: its checksum does not match its {len(raw)} bytes")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -192,9 +192,7 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"cannot read {name!r} of {self.path}: {error}") from None
         if got != count:
-            raise CheckpointError(
-                f"{path} holds {got} bytes of {name!r}, {count} were asked; the file is torn"
-            )
+            raise CheckpointError(f"{path} holds {got} bytes of {name!r}, {count} were asked; the file is torn")
 
 
 def _read_fully(file: Any, buffer: memoryview) -> int:
@@ -207,9 +205,7 @@ def _read_fully(file: Any, buffer: memoryview) -> int:
     return at
 
 
-def compare(
-    reader: Reader, expected: Mapping[str, tuple[Shape, torch.dtype]], prefix: str = ""
-) -> str | None:
+def compare(reader: Reader, expected: Mapping[str, tuple[Shape, torch.dtype]], prefix: str = "") -> str | None:
     """How the saved tensors under ``prefix`` differ from those expected, the first few by name; None where equal."""
     held = {name for name in reader.names() if name.startswith(prefix)}
     parts = []
@@ -223,13 +219,9 @@ def compare(
     for name, (shape, dtype) in expected.items():
         if name in held and (reader.shape(name), reader.dtype(name)) != (tuple(shape), dtype):
             saved = f"{list(reader.shape(name))} {_plain(reader.dtype(name))}"
-            differing.append(
-                f"{name.removeprefix(prefix)} is {saved}, the model's is {list(shape)} {_plain(dtype)}"
-            )
+            differing.append(f"{name.removeprefix(prefix)} is {saved}, the model's is {list(shape)} {_plain(dtype)}")
     if differing:
-        parts.append(
-            "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-        )
+        parts.append("; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else ""))
     return "; ".join(parts) or None
 
 

@@ -65,9 +65,7 @@ class Writer:
     first ``begin``. A failure in the background stays in ``error()`` until ``abandon()``.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, ranks: int, keep: int = 2, files: FileSystem | None = None
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, ranks: int, keep: int = 2, files: FileSystem | None = None) -> None:
         if keep < 1:
             raise CheckpointError(
                 f"cannot keep {keep} checkpoints: at least 1 must stay to resume from; set keep to 1 or more"
@@ -147,14 +145,8 @@ class Writer:
         """
         save = self._save
         if save is None or not save.written:
-            what = (
-                "no save is in flight"
-                if save is None
-                else f"rank {self.rank} has not written step {save.step} yet"
-            )
-            raise CheckpointError(
-                f"cannot commit: {what}; call commit() when poll() says written on all ranks"
-            )
+            what = "no save is in flight" if save is None else f"rank {self.rank} has not written step {save.step} yet"
+            raise CheckpointError(f"cannot commit: {what}; call commit() when poll() says written on all ranks")
         if self.rank != 0:
             self._save = None
             return
@@ -194,9 +186,7 @@ class Writer:
 
     def _layout(self, tensors: Mapping[str, Tensor]) -> Layout:
         mine = shares(tensors, self.ranks)[self.rank]
-        return plan_file(
-            {name: (tuple(tensors[name].shape), tensors[name].dtype) for name in mine}, {"format": "pt"}
-        )
+        return plan_file({name: (tuple(tensors[name].shape), tensors[name].dtype) for name in mine}, {"format": "pt"})
 
     def _reserve(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
         """A host buffer of the body's size, kept between saves; page-locked where tensors are on a GPU."""
@@ -255,7 +245,9 @@ class Writer:
             free = "an unknown number of"
             with contextlib.suppress(OSError):
                 free = f"{self.files.free_bytes(self.folder)}"
-            text += f"; it needs {needed_bytes} bytes, {free} bytes are free; free space, keep fewer, or use another --out"
+            text += (
+                f"; it needs {needed_bytes} bytes, {free} bytes are free; free space, keep fewer, or use another --out"
+            )
         failure = CheckpointError(text)
         failure.__cause__ = error
         return failure

@@ -18,9 +18,7 @@ def show(run: Folder) -> None:
     from shoal.checkpoint import list_checkpoints
 
     for found in list_checkpoints(run):
-        typer.echo(
-            f"step {found.step}  {found.path}" + (f"  BROKEN: {found.problem}" if found.problem else "")
-        )
+        typer.echo(f"step {found.step}  {found.path}" + (f"  BROKEN: {found.problem}" if found.problem else ""))
 
 
 @app.command()
@@ -40,9 +38,7 @@ def export(
     run: Folder,
     to: Annotated[Path, typer.Option(help="folder to write model.safetensors into")],
     step: Annotated[int | None, typer.Option(help="which checkpoint (default: the newest good one)")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored)")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored)")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="the averaged weights")] = False,
 ) -> None:
     """Write the weights of RUN under the model's own names, as safetensors."""

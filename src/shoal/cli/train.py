@@ -32,9 +32,7 @@ def _flags() -> list[inspect.Parameter]:
             annotation = Annotated[list[str] | None, typer.Option(flag, help=text)]
         else:
             annotation = Annotated[str | None, typer.Option(flag, help=text, metavar=_metavar(kind))]
-        found.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return found
 
 
@@ -56,12 +54,8 @@ def command(
         typer.Option(help="worker processes (default: every GPU; without one the CPU's cores, up to 2)"),
     ] = None,
     restarts: Annotated[int, typer.Option(help="how often dead workers are started again")] = 0,
-    port: Annotated[
-        int | None, typer.Option(help="port of the workers' rendezvous (default: any free one)")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object as the last line of stdout")
-    ] = False,
+    port: Annotated[int | None, typer.Option(help="port of the workers' rendezvous (default: any free one)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 finished, 75 stopped on request after saving, else failed."""
@@ -83,7 +77,6 @@ def command(
 
 _signature = inspect.signature(command)
 command.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # typer reads flags from the signature
-    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    + _flags()
+    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags()
 )
 command.__annotations__.update({p.name: p.annotation for p in _flags()})

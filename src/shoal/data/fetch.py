@@ -68,9 +68,7 @@ def _fetch_in_workers(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw
         num_workers=settings.loader_workers,
         pin_memory=settings.pin_memory,
         worker_init_fn=_Begin(os.getpid(), settings.default_dtype),
-        generator=torch.Generator().manual_seed(
-            0
-        ),  # else the loader draws its base seed from the model's generator
+        generator=torch.Generator().manual_seed(0),  # else the loader draws its base seed from the model's generator
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
     iterator = iter(loader)
@@ -100,9 +98,7 @@ class _Begin:
         self.default_dtype = default_dtype
 
     def __call__(self, worker: int) -> None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the parent finishes its step and saves; it still needs data
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent finishes its step and saves; it still needs data
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,7 +32,7 @@ class Windows:
         return self._reader.windows_per_epoch
 
     def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows ``first`` to ``stop`` (None: no end but the data's); ``state``: what ``state()`` gave there."""
+        """Windows ``first`` to ``stop`` (None: no end but the data's); ``state`` is from there."""
         self.close()
         self._open = self._reader.iterate(first, stop, state)
         return self._open
@@ -138,9 +138,7 @@ def _windows_per_epoch(size: int, settings: DataSettings, notes: list[str]) -> i
     full, rest = divmod(size, settings.global_batch)
     if settings.short_windows == "use":
         if rest:
-            notes.append(
-                f"{size} samples: the last window of each epoch has {rest} instead of {settings.global_batch}"
-            )
+            notes.append(f"{size} samples: the last window of each epoch has {rest} instead of {settings.global_batch}")
         return full + bool(rest)
     if full == 0:
         raise DataError(

@@ -32,16 +32,14 @@ def _scramble(values: np.ndarray, key: int) -> np.ndarray:
 class Order:
     """A keyed permutation of ``range(size)`` for each epoch.
 
-    A balanced Feistel network on the smallest even number of bits that holds the index space, walked along
-    its cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3).
+    A balanced Feistel network on the smallest even number of bits that holds the index space, walked
+    along its cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3).
     At most 4 applications are expected for an index.
     """
 
     def __init__(self, size: int, seed: int) -> None:
         if size < 1:
-            raise DataError(
-                f"an order over {size} samples was asked for; give a data set with at least 1 sample"
-            )
+            raise DataError(f"an order over {size} samples was asked for; give a data set with at least 1 sample")
         self.size = size
         self.seed = seed
         half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -73,14 +71,12 @@ class Order:
 def cut(ids: np.ndarray, ranks: int, micro_batch: int) -> list[list[np.ndarray]]:
     """``result[j][r]``: rank r's ids of micro-batch j; every rank gets the same number of micro-batches.
 
-    Micro-batch j of all ranks together is the next ``ranks * micro_batch`` ids, so the model sees the same set
-    per micro-batch at any world size with the same product. A short last block is split evenly, earlier ranks
+    Micro-batch j of all ranks together is the next ``ranks * micro_batch`` ids, so the model sees the same
+    set per micro-batch at any world size with the same product. A short last block is split evenly, earlier ranks
     more.
     """
     if ranks < 1 or micro_batch < 1:
-        raise DataError(
-            f"ids were to be cut over {ranks} ranks in micro-batches of {micro_batch}; give at least 1"
-        )
+        raise DataError(f"ids were to be cut over {ranks} ranks in micro-batches of {micro_batch}; give at least 1")
     block = ranks * micro_batch
     return [_split(ids[start : start + block], ranks) for start in range(0, len(ids), block)]
 

@@ -57,9 +57,10 @@ class Items:
 
     def more(self) -> bool:
         """Whether an item follows; reads it ahead."""
-        self._ahead = self.take(1) + self._ahead
-        self.read -= len(self._ahead)
-        return bool(self._ahead)
+        head = self.take(1)
+        self._ahead = head + self._ahead
+        self.read -= len(head)
+        return bool(head)
 
 
 def _collated(samples: list[Any], ids: tuple[int, ...], settings: DataSettings) -> MicroBatch:
@@ -134,17 +135,15 @@ class WholeReader:
             epoch += 1
 
     def _usable(self, block: list[Any]) -> bool:
-        return len(block) == self._settings.global_batch or (
-            bool(block) and self._settings.short_windows == "use"
-        )
+        return len(block) == self._settings.global_batch or (bool(block) and self._settings.short_windows == "use")
 
     def _too_small(self, found: int) -> str:
         name = type(self._dataset).__name__
         if found == 0:
             return f"the data set {name} is empty; give at least 1 sample"
         return (
-            f"a global batch of {self._settings.global_batch} with short windows dropped was asked for, but {name} "
-            f"has {found} samples; lower the global batch or use short windows"
+            f"a global batch of {self._settings.global_batch} with short windows dropped was asked for, but "
+            f"{name} has {found} samples; lower the global batch or use short windows"
         )
 
 
@@ -166,12 +165,10 @@ class SplitReader:
             )
         if settings.short_windows == "drop":
             raise DataError(
-                "short windows dropped were asked for, but data split by its own shard() ends at another place on each "
-                "worker and no worker knows where the others end; use short windows"
+                "short windows dropped were asked for, but data split by its own shard() ends at another place on "
+                "each worker and no worker knows where the others end; use short windows"
             )
-        notes.append(
-            f"iterable data split over {settings.ranks} readers: resume with the same number of workers"
-        )
+        notes.append(f"iterable data split over {settings.ranks} readers: resume with the same number of workers")
         self._filler: list[Any] = []
         self._state: dict[str, Any] | None = None
         self._epoch_over = False
@@ -223,8 +220,8 @@ class SplitReader:
         found = Items(self._shard(0), self._settings.seed, 0).take(1)
         if not found:
             raise DataError(
-                f"reader {self._settings.rank} of {self._settings.ranks} was asked for samples, but its shard of the "
-                "data is empty; use fewer workers or more shards"
+                f"reader {self._settings.rank} of {self._settings.ranks} was asked for samples, but its shard of "
+                "the data is empty; use fewer workers or more shards"
             )
         return found
 
@@ -241,8 +238,8 @@ class SplitReader:
     def _resumed(self, state: dict[str, Any]) -> tuple[Any, Items]:
         if (state["readers"], state["reader"]) != (self._settings.ranks, self._settings.rank):
             raise DataError(
-                f"the data's position was saved by reader {state['reader']} of {state['readers']}, but reader "
-                f"{self._settings.rank} of {self._settings.ranks} asks for it; resume with {state['readers']} workers"
+                f"the data's position was saved by reader {state['reader']} of {state['readers']}, but "
+                f"reader {self._settings.rank} of {self._settings.ranks} asks; resume with {state['readers']} workers"
             )
         if state["state"] is None:
             return self._opened(state["epoch"])

@@ -33,9 +33,9 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one step.
 
-    ``index`` counts windows over all epochs, from 0. ``global_samples``: over all ranks (for data split by its
-    own ``shard`` an upper bound, since a rank does not know what others still hold). ``more``: whether data follows
-    as far as this rank knows; False only where iterable data ended, see ``Windows.end_epoch``.
+    ``index`` counts windows over all epochs, from 0. ``global_samples``: over all ranks (for data split by
+    its own ``shard`` an upper bound, since a rank does not know what others still hold). ``more``: whether data
+    follows as far as this rank knows; False only where iterable data ended, see ``Windows.end_epoch``.
     """
 
     index: int
@@ -66,8 +66,6 @@ class DataSettings:
             if getattr(self, name) < least:
                 raise DataError(f"{name} = {getattr(self, name)} was asked for; give at least {least}")
         if not 0 <= self.rank < self.ranks:
-            raise DataError(
-                f"rank {self.rank} of {self.ranks} ranks was asked for; give 0 to {self.ranks - 1}"
-            )
+            raise DataError(f"rank {self.rank} of {self.ranks} ranks was asked for; give 0 to {self.ranks - 1}")
         if self.short_windows not in ("use", "drop"):
             raise DataError(f"short_windows = {self.short_windows!r} was asked for; give 'use' or 'drop'")

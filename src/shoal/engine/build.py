@@ -115,9 +115,7 @@ def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | 
     return agreed
 
 
-def _model(
-    job: Job, settings: RunSettings, precision: Precision, device: torch.device
-) -> tuple[nn.Module, list[str]]:
+def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.device) -> tuple[nn.Module, list[str]]:
     with precision.user_code():
         seed_all(settings.seed)
         model = job.model()
@@ -126,12 +124,8 @@ def _model(
     notes = precision.widen(model)
     model.to(device)
     model.train()
-    if dist.get_world_size() > 1 and any(
-        isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()
-    ):
-        notes.append(
-            "dropout masks depend on the number of workers: this run repeats exactly only with as many"
-        )
+    if dist.get_world_size() > 1 and any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
     return model, notes
 
 
@@ -150,9 +144,7 @@ def load_weights(model: nn.Module, source: Path) -> None:
         state.load_model(model, Reader(folder), str(folder))
         return
     if found is None:
-        raise CheckpointError(
-            f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors"
-        )
+        raise CheckpointError(f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
     state.load_model(model, Reader(found.path), str(found.path))
 
 
@@ -160,9 +152,7 @@ def _load_exported(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str | 
     mine, tied = state.model_tensors(model)
     for name, tensor in mine.items():
         short = name.removeprefix("model/")
-        given = next(
-            (tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None
-        )
+        given = next((tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None)
         if given is None:
             return f"{short} is missing; it has {', '.join(list(tensors)[:3])}, ..."
         if given.shape != tensor.shape:
@@ -182,9 +172,7 @@ def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:
 
 def check_same_model(model: nn.Module) -> None:
     """Collective. All ranks must have built the same model, weights included. Raises ModelError naming a difference."""
-    listed = [
-        (name, str(tuple(p.shape)), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
-    ]
+    listed = [(name, str(tuple(p.shape)), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).tolist()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (hashlib.sha256(json.dumps(listed).encode()).hexdigest(), listed, sums))
@@ -236,8 +224,6 @@ def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any
         record.cut_events(run.out, run.step_count)
     dist.barrier()
     sized = run.total_steps
-    run.record.start(
-        {"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told}
-    )
+    run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})
     for text in notes:
         run.record.note(text)

@@ -36,10 +36,7 @@ def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
     total = torch.cat([sums[name] for name in names])
     dist.all_reduce(total)
     values = total.view(-1, 2).tolist()
-    return {
-        name: value / count if count else float("nan")
-        for name, (value, count) in zip(names, values, strict=True)
-    }
+    return {name: value / count if count else float("nan") for name, (value, count) in zip(names, values, strict=True)}
 
 
 def _stop(run: Run) -> bool:

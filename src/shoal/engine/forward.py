@@ -88,9 +88,7 @@ def as_loss(value: Any, samples: int) -> Loss:
         )
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise NumericsError(
-            f"the loss must be a scalar, found {shape}; sum it and return shoal.Loss(sum, count)"
-        )
+        raise NumericsError(f"the loss must be a scalar, found {shape}; sum it and return shoal.Loss(sum, count)")
     total = total.reshape(())
     return Loss(total if isinstance(value, Loss) else total * samples, count)
 
@@ -100,13 +98,7 @@ def count_tokens(inputs: Any) -> tuple[float, float]:
 
     Real ones are those of ``attention_mask`` where the inputs have one. (0, 0) where nothing looks like tokens.
     """
-    values = (
-        inputs.values()
-        if isinstance(inputs, dict)
-        else inputs
-        if isinstance(inputs, tuple | list)
-        else [inputs]
-    )
+    values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else [inputs]
     for value in values:
         if isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point():
             mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None

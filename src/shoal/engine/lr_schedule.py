@@ -105,7 +105,5 @@ class LrSchedule:
         if isinstance(self.chosen, LRScheduler) and state["scheduler"] is not None:
             self.chosen.load_state_dict(state["scheduler"])
             if any(ratio != 1.0 for ratio in ratios) and hasattr(self.chosen, "base_lrs"):
-                self.chosen.base_lrs = [
-                    base * ratio for base, ratio in zip(self.chosen.base_lrs, ratios, strict=True)
-                ]
+                self.chosen.base_lrs = [base * ratio for base, ratio in zip(self.chosen.base_lrs, ratios, strict=True)]
         self._set()

@@ -40,9 +40,7 @@ class NamedOptimizer:
             return False
         if self.fused:
             device = self.optimizer.param_groups[0]["params"][0].device
-            inverse = (
-                None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
-            )
+            inverse = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.optimizer.grad_scale = inverse  # type: ignore[attr-defined]  # read by torch's fused kernels
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -96,8 +94,7 @@ class NamedOptimizer:
         for name, state in values["state"].items():
             param = by_name[name]
             self.optimizer.state[param] = {
-                key: read(f"optimizer/{key}/{name}") if value is None else value
-                for key, value in state.items()
+                key: read(f"optimizer/{key}/{name}") if value is None else value for key, value in state.items()
             }
         return notes, ratios
 

@@ -198,9 +198,7 @@ class Run:
     def all_finite(self) -> bool:
         """Whether every floating parameter is finite."""
         params = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
-        return all(
-            math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist()
-        )
+        return all(math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 

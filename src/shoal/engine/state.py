@@ -22,9 +22,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tied = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"the model's extra state {name!r} is not a tensor; only tensors can be saved"
-            )
+            raise CheckpointError(f"the model's extra state {name!r} is not a tensor; only tensors can be saved")
         mark = (tensor.data_ptr(), tensor.shape, tensor.dtype)
         if tensor.numel() and mark in first:
             tied[name] = first[mark]

@@ -57,9 +57,7 @@ def train_step(run: Run, window: Window) -> StepReport:
     tally = forward_backward(run, window, run.scaler.scale)  # summed loss and its count, as tensors
     run.enter("sync_exposed")
     run.buckets.finish()  # SUM over the ranks that split the work; divides nothing
-    total = reduce(
-        run, window, tally
-    )  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
+    total = reduce(run, window, tally)  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
     verdict = judge(run, total)  # norm, whether to apply, one factor
     run.enter("optimizer")
     lr = run.schedule.lr
@@ -85,9 +83,7 @@ def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = N
     dist.all_reduce(total)
     values = total.tolist()
     if dtype is None and not math.isfinite(values[FIGURES.index("squared_norm")]):
-        return reduce(
-            run, window, tally, torch.float64
-        )  # float32 squares may have overflowed: all ranks see it
+        return reduce(run, window, tally, torch.float64)  # float32 squares may have overflowed: all ranks see it
     return values
 
 

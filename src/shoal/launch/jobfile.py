@@ -46,7 +46,9 @@ def make_job(cls: type[Job], overrides: Sequence[str]) -> Job:
     flags = [name for name in values if name not in cls.model_fields and name in RunSettings.model_fields]
     if flags:
         raise ConfigError(
-            "; ".join(f"{name!r} is a setting of the run; write --{name.replace('_', '-')} {values[name]}" for name in flags)
+            "; ".join(
+                f"{name!r} is a setting of the run; write --{name.replace('_', '-')} {values[name]}" for name in flags
+            )
         )
     return checked(cls, values, cls.__name__)
 
@@ -55,9 +57,21 @@ def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
     """Run settings: the job's own ``defaults`` below what was ``given``. Raises ConfigError."""
     defaults = getattr(cls, "defaults", {})
     if not isinstance(defaults, Mapping):
-        raise ConfigError(f"{cls.__name__}.defaults is {type(defaults).__name__}; make it a ClassVar dict of run settings")
+        raise ConfigError(
+            f"{cls.__name__}.defaults is {type(defaults).__name__}; make it a ClassVar dict of run settings"
+        )
     unknown = [name for name in defaults if name not in RunSettings.model_fields]
     if unknown:
-        raise ConfigError(f"{cls.__name__}.defaults: no setting {unknown[0]!r}; {nearest(unknown[0], RunSettings.model_fields)}")
+        raise ConfigError(
+            f"{cls.__name__}.defaults: no setting {unknown[0]!r}; {nearest(unknown[0], RunSettings.model_fields)}"
+        )
     settings = RunSettings.parse({**defaults, **given}, "settings")
     return settings.model_copy(update={"out": settings.out.replace("{job}", cls.__module__.rpartition(".")[2])})
+
+
+def job_file(job: Job) -> str:
+    """The file that a job's class stands in. Raises ConfigError for one typed into a session."""
+    file = getattr(sys.modules.get(type(job).__module__), "__file__", None)
+    if file is None:
+        raise ConfigError(f"{type(job).__name__} stands in no file; put it in one, so that workers can load it")
+    return file

@@ -27,19 +27,22 @@ from shoal.launch.worker import done_path, error_path, stack_path, work
 from shoal.launch.world import World
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop and has saved; 0: finished; 1: failed; 128 + n: died of signal n."""
+"""Exit code of a run that was asked to stop and has saved. Others: 0 done, 1 failed, 128 + n died of signal n."""
 _POLL_S = 0.05
 _WATCH_EVERY_S = 0.5
+_VICTIM_S = 1.0  # how long to wait for the cause of an error that looks like another rank's end
+_LEAVE_S = 30.0  # how long a worker may take to end after its work is done
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why an attempt ended: the text to show last, in short for the line about a restart, and the exit code."""
+    """Why an attempt ended: the text to show last, a short one for a restart's line, the exit code."""
 
     text: str
     short: str
     code: int
+    lasting: bool = False  # would fail again
 
 
 @dataclass
@@ -62,15 +65,16 @@ def run_workers(
     port: int | None = None,
     watch: Watch | None = None,
 ) -> int:
-    """Run ``entry`` in ``workers`` processes and return the exit code; what failed first is the last text on stderr.
+    """Run ``entry`` in ``workers`` processes and return the exit code; what failed first is last on stderr.
 
-    Restarts all workers after a failure, up to ``restarts`` times, if they had done a step. SIGINT and SIGTERM
-    ask the workers to save and end; a second one kills them. Call from the main thread, and on CPU before any
+    Restarts all workers after a failure, up to ``restarts`` times, if they had done a step and the error is
+    not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers. Call from the main thread, and on CPU before any
     torch operation that uses several threads: workers are forked, and would hang in such operations after it.
     ``entry`` must be picklable for CUDA. Raises ConfigError, LaunchError."""
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "elastic", ignore_errors=True)  # a killed launcher's
     _silence_elastic()
     restart = 0
     with _listening() as asked:
@@ -79,15 +83,8 @@ def run_workers(
             code, failure = attempt.run(port, asked)
             if failure is None:
                 return code
-            if asked.count or not attempt.progressed or restart >= restarts:
-                hint = ""
-                if restarts and not asked.count and not attempt.progressed:
-                    hint = (
-                        "not restarted: it failed before this attempt's first step, so it would fail again\n"
-                    )
-                elif restarts and restart >= restarts:
-                    hint = f"not restarted: all {restarts} restarts are used\n"
-                _say(hint + failure.text)
+            if (why := _why_not(failure, attempt.progressed, restart, restarts, asked)) is not None:
+                _say(f"not restarted: {why}\n{failure.text}" if why else failure.text)
                 return failure.code
             restart += 1
             _say(f"{failure.short}; restart {restart} of {restarts}")
@@ -155,19 +152,10 @@ class _Attempt:
         looked_s = last_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            died = {rank: code for rank, pid in self._pids.items() if (code := _exit_code(pid)) is not None}
-            if died:
-                return 1, self._failure(died, last_s)
+            if self._died():
+                return 1, self._failure(last_s)
             if all(done_path(self.folder, rank).exists() for rank in self._pids):
-                result = context.wait(timeout=5, period=0.01)
-                codes = result.return_values if result else {}
-                if result is None or result.failures or not codes:
-                    died = {
-                        rank: failure.exitcode
-                        for rank, failure in (result.failures if result else {}).items()
-                    }
-                    return 1, self._failure(died, last_s)
-                return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), None
+                return self._leave(context), None
             last_s = now_s
             if asked.count > forwarded:
                 forwarded = asked.count
@@ -183,33 +171,56 @@ class _Attempt:
                     return 1, failure
             time.sleep(_POLL_S)
 
-    def _failure(self, died: dict[int, int], alive_s: float) -> _Failure:
+    def _leave(self, context: PContext) -> int:
+        """The exit code of workers that have all returned, once they have ended; one that lingers is killed."""
+        guard = threading.Timer(_LEAVE_S, self._signal, [signal.SIGKILL])
+        guard.daemon = True
+        guard.start()
+        result = context.wait(timeout=_LEAVE_S + 5, period=0.01)
+        guard.cancel()
+        for rank, failure in (result.failures if result else {}).items():
+            _say(f"note: rank {rank} had done its work, but ended with exit code {failure.exitcode}")
+        codes = [int(done_path(self.folder, rank).read_text()) for rank in self._pids]
+        return next((code for code in codes if code), 0)
+
+    def _died(self) -> dict[int, int]:
+        return {rank: code for rank, pid in self._pids.items() if (code := _exit_code(pid)) is not None}
+
+    def _failure(self, alive_s: float) -> _Failure:
         """The first cause: the earliest error left behind, unless a rank was killed before it.
 
-        ``alive_s``: when all ranks were last seen alive. An error later than that beside a killed rank is its victim's."""
-        errors = sorted(self._errors(), key=lambda row: row["time_s"])
-        killed = {rank: -code for rank, code in died.items() if code < 0}
-        if killed and not (errors and errors[0]["time_s"] < alive_s):
-            rank, number = min(killed.items())
+        ``alive_s``: when all ranks were last seen alive; a later error beside a killed rank is its victim's,
+        but an abort beside an error that blames no other rank is that error's."""
+        until_s = time.monotonic() + _VICTIM_S
+        while True:
+            died, errors = self._died(), self._errors()
+            first = errors[0] if errors else None
+            killed = {rank: -code for rank, code in died.items() if code < 0}
+            if killed or not (first and first["victim"]) or time.monotonic() > until_s:
+                break
+            time.sleep(_POLL_S)
+        rank, number = min(killed.items(), key=lambda item: item[1] == signal.SIGABRT, default=(0, 0))
+        later = first is None or first["victim"] or (first["time_s"] >= alive_s and number != signal.SIGABRT)
+        if killed and later:
             name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
             short = f"rank {rank} of {self.workers} was killed by signal {number} ({name}){self._after(rank)}"
             hint = "; often the machine had run out of memory" if number == signal.SIGKILL else ""
             return _Failure(f"error: {short}{hint}", short, 128 + number)
-        if errors:
-            first = errors[0]
+        if first is not None:
             short = f"rank {first['rank']} of {self.workers} failed{self._after(first['rank'])}"
             text = first["text"] if first["plain"] else f"error: {short} before any other:\n{first['text']}"
-            return _Failure(text, f"{short}: {first['text'].splitlines()[-1]}", 1)
+            return _Failure(text, f"{short}: {first['text'].splitlines()[-1]}", 1, first["plain"])
         rank, code = min(died.items()) if died else (0, 1)
-        short = (
-            f"rank {rank} of {self.workers} ended with exit code {code}{self._after(rank)} and left no error"
-        )
+        short = f"rank {rank} of {self.workers} ended with exit code {code}{self._after(rank)} and left no error"
         return _Failure(f"error: {short}", short, code if 0 < code < 256 else 1)
 
-    def _errors(self) -> Iterator[dict[str, Any]]:
+    def _errors(self) -> list[dict[str, Any]]:
+        """The errors that ranks have left, earliest first."""
+        found = []
         for rank in range(self.workers):
             with contextlib.suppress(OSError, ValueError):
-                yield json.loads(error_path(self.folder, rank).read_text())
+                found.append(json.loads(error_path(self.folder, rank).read_text()))
+        return sorted(found, key=lambda row: row["time_s"])
 
     def _after(self, rank: int) -> str:
         slot = self._beats.slots()[rank]
@@ -236,6 +247,17 @@ class _Attempt:
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _why_not(failure: _Failure, progressed: bool, restart: int, restarts: int, asked: _Asked) -> str | None:
+    """Why a failure is not followed by a restart (empty: none was wanted); None where it is."""
+    if not restarts or asked.count:
+        return ""
+    if failure.lasting:
+        return "this error would come again"
+    if not progressed:
+        return "it failed before this attempt's first step, so it would fail again"
+    return f"all {restarts} restarts are used" if restart >= restarts else None
 
 
 def _check(workers: int, device: str, port: int | None) -> None:
@@ -289,7 +311,7 @@ def _worker_environment(world: World, port: int) -> dict[str, str]:
 
 
 def _exit_code(pid: int) -> int | None:
-    """How a child ended (minus the signal's number where it was killed), leaving it to be waited for; None: alive."""
+    """How a child ended (minus the signal that killed it), leaving it to be waited for; None: alive."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -29,7 +29,7 @@ class FolderLock:
 
 
 def lock_folder(out: Path) -> FolderLock:
-    """Take ``out`` for this process and the workers it will start; raises ConfigError where another has it."""
+    """Take ``out`` for this process and the workers it will start; ConfigError where another has it."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

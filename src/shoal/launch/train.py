@@ -5,28 +5,31 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.engine.build import Place, build
 from shoal.engine.loop import train_loop
 from shoal.engine.record import check_folder, read_json, write_json
-from shoal.engine.run import Hooks
+from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
-from shoal.launch.jobfile import load_class, make_job, make_settings
-from shoal.launch.local import run_workers
+from shoal.launch.jobfile import job_file, load_class, make_job, make_settings
+from shoal.launch.local import STOPPED, run_workers
 from shoal.launch.lock import lock_folder
-from shoal.launch.worker import WorkerContext, serve
-from shoal.launch.world import World, find_world
+from shoal.launch.stop import STOP
+from shoal.launch.watch import Beats
+from shoal.launch.worker import open_beats, watch_joined
+from shoal.launch.world import World, find_world, join, leave
 from shoal.monitor.console import Console
 from shoal.monitor.summary import summary as summary_text
 from shoal.plan.batch import cut_batch
 
-STOPPED = 75  # exit status of a run that was asked to stop and saved (EX_TEMPFAIL)
 RESULT = "launch/result.json"
 
 
@@ -40,8 +43,10 @@ def train(
     """
     if isinstance(job, str):
         job = make_job(load_class(job), [])
-    _, found = run_job(job, make_settings(type(job), settings), workers, restarts, port, quiet=True)
-    return found or {}
+    status, found = run_job(job, make_settings(type(job), settings), workers, restarts, port, quiet=True)
+    if found is None or status not in (0, STOPPED):
+        raise WorkerFailure(f"training ended with status {status}; the cause is on stderr, above")
+    return found
 
 
 def run_file(
@@ -66,21 +71,26 @@ def run_job(
     world = find_world()
     out = Path(settings.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    entry = Entry(job, settings, quiet)
     if world is not None:
         if workers is not None and workers != world.size:
             raise ConfigError(f"--workers {workers} in a world of {world.size} ranks; leave --workers out")
-        return serve(lambda context: _work(job, settings, context, quiet), world, out, device)
+        cut_batch(settings.global_batch, settings.micro_batch, world.size)
+        with lock_folder(out) if world.rank == 0 else nullcontext():
+            status = entry.joined(world)
+            leave()
+        return status, read_result(out) if world.rank == 0 else None
     count = _workers(workers, device)
     cut_batch(settings.global_batch, settings.micro_batch, count)
     check_folder(out, job, settings)
-    (out / RESULT).unlink(missing_ok=True)
     with lock_folder(out):
-        status = run_workers(lambda context: _work(job, settings, context, quiet), count, out, restarts, device, port)
+        (out / RESULT).unlink(missing_ok=True)
+        status = run_workers(entry, count, out, restarts, device, port)
     return status, read_result(out)
 
 
 def read_result(out: Path) -> dict[str, Any] | None:
-    """The summary that rank 0 left."""
+    """The summary that rank 0 left; None where the run did not get that far."""
     path = out / RESULT
     return read_json(path) if path.exists() else None
 
@@ -96,28 +106,64 @@ def _workers(asked: int | None, device: str) -> int:
     return asked or min(2, len(os.sched_getaffinity(0)))
 
 
-def _work(job: Job, settings: RunSettings, context: WorkerContext, quiet: bool) -> int:
-    """One rank's whole life. Collective."""
-    world = context.world
-    first = world.rank == 0
-    if world.restart:
-        settings = settings.model_copy(update={"resume": True})
-    hooks = Hooks(
-        beat=context.beat,
-        stop_requested=context.stop_requested,
-        tell=lambda text: print(f"note: {text}", file=sys.stderr if quiet else sys.stdout, flush=True),
-    )
-    sinks = (Console(),) if first and not quiet else ()
-    run = build(job, settings, Place(context.device, world.restart), hooks, sinks)
-    found = train_loop(run)
-    run.record.row("end", **{name: value for name, value in found.items() if name != "parts"})
-    run.close()
-    if first:
-        write_json(run.out / RESULT, found)
-        if not quiet:
+@dataclass
+class Entry:
+    """What each worker runs. Picklable where the job comes from a file, which the worker then loads again."""
+
+    job: Job
+    settings: RunSettings
+    quiet: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "file": job_file(self.job),
+            "fields": self.job.model_dump(),
+            "settings": self.settings,
+            "quiet": self.quiet,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.job = load_class(state["file"])(**state["fields"])
+        self.settings, self.quiet = state["settings"], state["quiet"]
+
+    def __call__(self, world: World) -> int:
+        """One rank under our launcher. Collective."""
+        beats = open_beats(Path(self.settings.out), world)
+        return self._train(world, beats)
+
+    def joined(self, world: World) -> int:
+        """One rank of a world that torchrun or SLURM set up. Collective."""
+        out = Path(self.settings.out)
+        (out / "launch").mkdir(parents=True, exist_ok=True)
+        beats = open_beats(out, world)
+        watch_joined(out, world, beats)
+        return self._train(world, beats)
+
+    def _train(self, world: World, beats: Beats) -> int:
+        device = join(world, "cuda" if torch.cuda.is_available() else "cpu")
+        first = world.rank == 0
+        settings = self.settings.model_copy(update={"resume": True}) if world.restart else self.settings
+        hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=self._tell)
+        sinks = (Console(),) if first and not self.quiet else ()
+        run = build(self.job, settings, Place(device, world.restart), hooks, sinks)
+        found = train_loop(run)
+        run.record.row("end", **{name: value for name, value in found.items() if name != "parts"})
+        run.close()
+        if first:
+            write_json(run.out / RESULT, found)
+            self._say_end(run, found)
+        return STOPPED if found["stopped"] else 0
+
+    def _tell(self, text: str) -> None:
+        if self.quiet:  # else the console prints them
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
+    def _say_end(self, run: Run, found: dict[str, Any]) -> None:
+        if not self.quiet:
             print(summary_text(found), flush=True)
         if found["stopped"]:
-            print(f"stopped on request after step {run.step_count}, saved; go on with --resume", flush=True)
+            said = f"stopped on request after step {run.step_count} and saved; go on with --resume"
+            print(said, file=sys.stderr if self.quiet else sys.stdout, flush=True)
         else:
-            job.after(run.model, found)
-    return STOPPED if found["stopped"] else 0
+            with redirect_stdout(sys.stderr if self.quiet else sys.stdout):
+                self.job.after(run.model, found)

@@ -101,9 +101,7 @@ class Beats:
         if step != self._step:
             self._note_step(step, now)
         code = PHASES.index(phase) if phase in PHASES else _OTHER
-        _SLOT.pack_into(
-            self._map, (self.rank or 0) * _STRIDE, os.getpid(), step, self._first, code, now, self._slow_s
-        )
+        _SLOT.pack_into(self._map, (self.rank or 0) * _STRIDE, os.getpid(), step, self._first, code, now, self._slow_s)
 
     def slots(self) -> list[Slot]:
         """The last beat of every rank."""
@@ -137,7 +135,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def overdue(slots: Sequence[Slot], now_s: float, since_s: float, watch: Watch) -> Overdue | None:
     """Whether a rank stands still for longer than the run's own steps allow.
 
-    A run that has never beaten is not watched; beats before ``since_s`` (another attempt's) count as made then.
+    A run that has never beaten is not watched; beats before ``since_s`` (an earlier run's) count as made then.
     The deadline is the longest that any rank's phase allows, since the others may wait for that rank."""
     beaten = [slot for slot in slots if slot.pid and slot.phase != "end"]
     if not beaten:
@@ -152,7 +150,7 @@ def overdue(slots: Sequence[Slot], now_s: float, since_s: float, watch: Watch) -
 
 
 def behind(slots: Sequence[Slot], states: Mapping[int, str] | None = None) -> tuple[int, ...]:
-    """The ranks that the others wait for: those stopped by a signal, else all that are not as far as the furthest.
+    """The ranks that the others wait for: those stopped by a signal, else all that are not the furthest.
 
     ``states``: by rank, the process's state letter in /proc. Empty where all ranks are equally far."""
     stopped = tuple(slot.rank for slot in slots if (states or {}).get(slot.rank) in ("T", "t"))

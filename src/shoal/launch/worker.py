@@ -25,6 +25,7 @@ from shoal.launch.world import World, leave
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 0.25
+_VICTIM_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "TCPStore")
 _stack_file: IO[str] | None = None  # faulthandler needs it open for as long as the process lives
 
 
@@ -43,9 +44,7 @@ def stack_path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}.txt"
 
 
-def work(
-    entry: Callable[[World], int], world: World, folder: Path, launcher: int, threads: int | None
-) -> int:
+def work(entry: Callable[[World], int], world: World, folder: Path, launcher: int, threads: int | None) -> int:
     """Run ``entry`` as one rank under our launcher; on an error leave it in ``folder`` and end at once."""
     _reset_signals()
     die_with_parent(launcher)
@@ -61,7 +60,7 @@ def work(
         leave_error(error_path(folder, world.rank), world.rank, error)
         _end(1)
     sys.stdout.flush()
-    done_path(folder, world.rank).touch()
+    _write(done_path(folder, world.rank), str(code))
     return code
 
 
@@ -92,9 +91,8 @@ def leave_error(path: Path, rank: int, error: BaseException) -> None:
     """Write the error, when it happened and whether its message alone is enough, atomically."""
     row: dict[str, Any] = {"rank": rank, "time_s": time.monotonic(), "plain": isinstance(error, ShoalError)}
     row["text"] = error_text(error)
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(row))
-    partial.rename(path)
+    row["victim"] = not row["plain"] and any(sign in str(error) for sign in _VICTIM_SIGNS)
+    _write(path, json.dumps(row))
 
 
 def error_text(error: BaseException) -> str:
@@ -111,7 +109,7 @@ def open_beats(out: Path, world: World) -> Beats:
 
 
 def watch_joined(out: Path, world: World, beats: Beats, watch: Watch | None = None) -> None:
-    """In a world that we did not start: listen for a stop, and end this rank with its stack when nobody moves."""
+    """In a world that others started: listen for a stop; end this rank with its stack when nobody moves."""
     watch = watch or Watch()
     STOP.listen()
     register_stacks(out / "launch", world.rank)
@@ -142,6 +140,13 @@ def _reset_signals() -> None:
     STOP.requested, STOP.signal_number = False, None
     STOP.listen(ignore_interrupt=True)  # a terminal's Ctrl-C reaches the launcher too, which forwards it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text)
+    partial.rename(path)
 
 
 def _end(code: int) -> None:

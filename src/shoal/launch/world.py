@@ -54,13 +54,15 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, size, restart, launched=env.get("SHOAL_LAUNCHED") == "1")
 
 
-def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) -> None:
-    """Make the process group of ``world``, of one rank too, so that every collective exists. Collective.
+def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) -> torch.device:
+    """Make the process group of ``world``, of one rank too, so that every collective exists; returns this
+    rank's device. Collective.
 
     Raises LaunchError when the world cannot be joined, ConfigError for a device that is not there."""
-    if dist.is_initialized():
-        return
     kind = torch.device(device).type
+    place = torch.device("cuda", world.local_rank) if kind == "cuda" else torch.device("cpu")
+    if dist.is_initialized():
+        return place
     if kind == "cuda":
         found = torch.cuda.device_count()
         if world.local_rank >= found:
@@ -73,19 +75,18 @@ def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) ->
     timeout = timedelta(seconds=timeout_s)
     if "MASTER_ADDR" not in os.environ and world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+        return place
     if "MASTER_ADDR" not in os.environ:
         _slurm_rendezvous()
     try:
-        dist.init_process_group(
-            backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout
-        )
+        dist.init_process_group(backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout)
     except (dist.DistError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
             f"rank {world.rank} of {world.size} could not join the world at {where}: {error}; "
             "check that this address is reachable and its port free"
         ) from error
+    return place
 
 
 def leave() -> None:

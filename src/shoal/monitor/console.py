@@ -134,9 +134,7 @@ def line_of(row: dict[str, Any]) -> str | None:
         case "note":
             return row.get("text")
         case "end":
-            return (
-                None if row.get("reason") is None else f"ended after step {row.get('step')}: {row['reason']}"
-            )
+            return None if row.get("reason") is None else f"ended after step {row.get('step')}: {row['reason']}"
         case _:
             return None
 

@@ -53,9 +53,7 @@ class EventLog:
             self._append(line.encode())
         except OSError as error:
             self.lost += 1
-            self.problem = (
-                f"{self.lost} event row(s) could not be written to {self.path}: {error.strerror or error}"
-            )
+            self.problem = f"{self.lost} event row(s) could not be written to {self.path}: {error.strerror or error}"
         return row
 
     def close(self) -> None:

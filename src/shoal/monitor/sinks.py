@@ -92,8 +92,7 @@ def _load(name: str, known: dict[str, EntryPoint]) -> Sink:
         sink = known[name].load()()
     except ImportError as error:
         raise ConfigError(
-            f"sink {name!r} ({known[name].value}) cannot be imported: {error}; "
-            "install its package, or leave it out"
+            f"sink {name!r} ({known[name].value}) cannot be imported: {error}; install its package, or leave it out"
         ) from error
     if not isinstance(sink, Sink):
         raise ConfigError(

@@ -87,11 +87,7 @@ def summary(result: Mapping[str, Any]) -> str:
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
     if result.get("eval") is not None:
         losses.append(f"held-out loss {_number(result['eval'])}")
-    losses += [
-        f"{name} {_number(value)}"
-        for name, value in (result.get("metrics") or {}).items()
-        if value is not None
-    ]
+    losses += [f"{name} {_number(value)}" for name, value in (result.get("metrics") or {}).items() if value is not None]
     if losses:
         lines.append("  " + ", ".join(losses))
     rates = [

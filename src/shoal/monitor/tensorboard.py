@@ -81,9 +81,7 @@ def as_record(data: bytes) -> bytes:
     From https://www.tensorflow.org/tutorials/load_data/tfrecord ("TFRecords format details").
     """
     length = struct.pack("<Q", len(data))
-    return b"".join(
-        (length, struct.pack("<I", _masked_crc(length)), data, struct.pack("<I", _masked_crc(data)))
-    )
+    return b"".join((length, struct.pack("<I", _masked_crc(length)), data, struct.pack("<I", _masked_crc(data))))
 
 
 def _masked_crc(data: bytes) -> int:
@@ -107,9 +105,7 @@ _CRC_TABLE = _crc_table()
 
 
 def _file_name(folder: Path) -> str:
-    attempt = sum(
-        1 for _ in folder.glob("events.out.tfevents.*")
-    )  # files are read in the order of their names
+    attempt = sum(1 for _ in folder.glob("events.out.tfevents.*"))  # files are read in the order of their names
     return f"events.out.tfevents.{int(time.time()):010d}.{attempt:05d}.{socket.gethostname()}.{os.getpid()}"
 
 

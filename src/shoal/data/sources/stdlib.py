@@ -17,14 +17,10 @@ def stdlib_files(held_out: bool) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     files = [
-        root / name
-        for name in names
-        if not _LEFT_OUT.intersection(name.split("/")) and _is_held_out(name) == held_out
+        root / name for name in names if not _LEFT_OUT.intersection(name.split("/")) and _is_held_out(name) == held_out
     ]
     if not files:
-        raise DataError(
-            f"the standard library's sources were asked for, but {root} holds none; give other text files"
-        )
+        raise DataError(f"the standard library's sources were asked for, but {root} holds none; give other text files")
     return files
 
 

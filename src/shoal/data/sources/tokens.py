@@ -24,8 +24,8 @@ except ImportError:  # an optional package
 class TextTokens(Dataset):
     """Sample i: inputs [T] and targets [T] (int64): tokens from ``i * length`` on, and one further.
 
-    ``tokenizer``: a ``tokenizers.Tokenizer`` or the path of its JSON file. ``cache``: a folder for the token file;
-    one process writes it, others that ask for the same wait. Each file is one text, without special tokens.
+    ``tokenizer``: a ``tokenizers.Tokenizer`` or the path of its JSON file. ``cache``: a folder for the token
+    file; one process writes it, others that ask for the same wait. Each file is one text, without special tokens.
     Raises DataError for a missing file, text that is not UTF-8, and text shorter than one sample.
     """
 
@@ -65,9 +65,7 @@ def _loaded(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
     if not Path(tokenizer).is_file():
-        raise DataError(
-            f"the tokenizer {tokenizer} was asked for, but there is no such file; correct the path"
-        )
+        raise DataError(f"the tokenizer {tokenizer} was asked for, but there is no such file; correct the path")
     return Tokenizer.from_file(str(tokenizer))
 
 
@@ -95,5 +93,5 @@ def _text(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} was asked for as text, but byte {error.start} is not UTF-8; convert the file or leave it out"
+            f"{path} was asked for as text, but byte {error.start} is not UTF-8; convert it or leave it out"
         ) from None
