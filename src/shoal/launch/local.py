@@ -27,7 +27,7 @@ from shoal.launch.worker import done_path, error_path, stack_path, work
 from shoal.launch.world import World
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop and has saved. Others: 0 done, 1 failed, 128 + n died of signal n."""
+"""Exit code of a run that stopped as asked after saving. 0: done, 1: failed, 128 + n: died of signal n."""
 _POLL_S = 0.05
 _WATCH_EVERY_S = 0.5
 _VICTIM_S = 1.0  # how long to wait for the cause of an error that looks like another rank's end
@@ -68,9 +68,10 @@ def run_workers(
     """Run ``entry`` in ``workers`` processes and return the exit code; what failed first is last on stderr.
 
     Restarts all workers after a failure, up to ``restarts`` times, if they had done a step and the error is
-    not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers. Call from the main thread, and on CPU before any
-    torch operation that uses several threads: workers are forked, and would hang in such operations after it.
-    ``entry`` must be picklable for CUDA. Raises ConfigError, LaunchError."""
+    not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers. Call from
+    the main thread, and on CPU before any torch operation that uses several threads: workers are forked, and
+    would hang in such operations after it. ``entry`` must be picklable for CUDA. Raises ConfigError,
+    LaunchError."""
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ class _Attempt:
             time.sleep(_POLL_S)
 
     def _leave(self, context: PContext) -> int:
-        """The exit code of workers that have all returned, once they have ended; one that lingers is killed."""
+        """The exit code of workers that have all returned, once they have ended; who lingers is killed."""
         guard = threading.Timer(_LEAVE_S, self._signal, [signal.SIGKILL])
         guard.daemon = True
         guard.start()

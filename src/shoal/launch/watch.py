@@ -135,7 +135,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def overdue(slots: Sequence[Slot], now_s: float, since_s: float, watch: Watch) -> Overdue | None:
     """Whether a rank stands still for longer than the run's own steps allow.
 
-    A run that has never beaten is not watched; beats before ``since_s`` (an earlier run's) count as made then.
+    A run that has never beaten is not watched; beats before ``since_s`` (an earlier run's) count as new then.
     The deadline is the longest that any rank's phase allows, since the others may wait for that rank."""
     beaten = [slot for slot in slots if slot.pid and slot.phase != "end"]
     if not beaten:
