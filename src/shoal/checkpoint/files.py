@@ -1,4 +1,4 @@
-"""The file operations that checkpoints are made of, in one object, so that tests record them and let them fail."""
+"""The file operations that checkpoints are made of, in one object that tests can record and let fail."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FileSystem:
         return shutil.disk_usage(path).free
 
     def write_whole(self, path: Path, data: bytes) -> None:
-        """Replace the file at ``path`` at once: written beside it, synced, renamed. The folder is not synced."""
+        """Replace the file at ``path`` at once: written beside it, synced, renamed; the folder is not synced."""
         beside = path.with_name(path.name + ".tmp")
         descriptor = self.create(beside)
         try:

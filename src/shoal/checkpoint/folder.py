@@ -1,7 +1,8 @@
-"""The checkpoints' folder: publishing a finished save, keeping the right ones, clearing what a dead run left. Rank 0's.
+"""The checkpoints' folder, which is rank 0's: publish a finished save, keep the right ones, clear what is left over.
 
-Names: ``step-N`` a checkpoint, ``step-N.partial`` a save not finished, ``step-N.replaced`` one that made way for
-another of its step, ``*.trash`` on its way out. A folder leaves by rename first, so that none is seen half deleted.
+Names: ``step-N`` a checkpoint, ``step-N.partial`` a save not finished, ``step-N.replaced`` one that made way
+for another of its step, ``*.trash`` on its way out: a folder loses its name first, so that none is seen half
+deleted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ def discard(path: Path, files: FileSystem) -> None:
     files.remove_tree(trash)
 
 
-def tidy(folder: Path, files: FileSystem) -> None:
-    """Clear what an interrupted save or removal left; a checkpoint whose replacement never came gets its name back."""
+def tidy(folder: Path, files: FileSystem, partials: bool = True) -> None:
+    """Clear what an interrupted save left; a checkpoint whose replacement never came gets its name back."""
     for name in files.listdir(folder):
         path = folder / name
         match = REPLACED_NAME.fullmatch(name)
-        if name.endswith((".partial", ".trash")):
+        if name.endswith(".trash") or (partials and name.endswith(".partial")):
             files.remove_tree(path)
         elif match:
             step = int(match[1])
@@ -56,8 +57,8 @@ def publish(partial: Path, target: Path, files: FileSystem) -> None:
 def rotate(folder: Path, committed: int, keep: int, verified: set[int], files: FileSystem) -> None:
     """Remove old checkpoints beyond the newest ``keep`` good ones; the one just committed always stays.
 
-    Those that are damaged or not finite never take the place of a good one. ``verified`` remembers which were found
-    good, so that each is read through once.
+    Those that are damaged or not finite never take the place of a good one. ``verified`` remembers which were
+    found good, so that each is read through once.
     """
     good: list[tuple[int, Path]] = []
     unfit: list[tuple[int, Path]] = []

@@ -1,6 +1,6 @@
 """How a checkpoint lies on disk: safetensors bodies, and JSON that carries its own checksum.
 
-The safetensors format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, tensors without gaps).
+The safetensors format: https://huggingface.co/docs/safetensors (8 bytes length, JSON header, dense tensors).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def seal(body: Any) -> bytes:
 
 
 def unseal(path: Path) -> Any:
-    """The body of a sealed JSON file. Raises CheckpointError where the checksum differs, OSError where unreadable."""
+    """The body of a sealed JSON file. Raises CheckpointError where it changed, OSError where unreadable."""
     raw = path.read_bytes()
     text = raw[len(_seal_prefix(0)) : -1]
     if raw != _seal_prefix(zlib.crc32(text)) + text + b"}":

@@ -36,7 +36,7 @@ class Found:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises CheckpointError where it is missing, torn or of another format."""
+    """The manifest of a checkpoint folder. Raises CheckpointError: missing, torn or of another format."""
     try:
         manifest = unseal(path / MANIFEST)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def problem_of(path: Path, step: int, verify: bool) -> str | None:
-    """What is wrong with the checkpoint at ``path``; with ``verify`` each file's content is held against its checksum."""
+    """What is wrong with the checkpoint at ``path``; ``verify`` reads each file and holds it against its checksum."""
     try:
         manifest = read_manifest(path)
         if manifest["step"] != step:
@@ -171,7 +171,7 @@ class Reader:
         return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
     def _read_piece(self, name: str, piece: dict[str, Any], dtype: torch.dtype, target: Tensor) -> None:
-        """Fill ``target`` (CPU, contiguous) from the piece's file, whose header must agree with the manifest."""
+        """Fill ``target`` (CPU, contiguous) from the piece's file, whose header must agree with it."""
         path = self.path / os.path.basename(piece["file"])
         try:
             if path.name not in self._headers:
@@ -188,7 +188,7 @@ class Reader:
             if got == count and count:
                 with open(path, "rb", buffering=0) as file:
                     file.seek(body + start)
-                    got = _read_fully(file, memoryview(target.reshape(-1).view(torch.uint8).numpy()))
+                    got = _read_fully(file, target.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise CheckpointError(f"cannot read {name!r} of {self.path}: {error}") from None
         if got != count:
@@ -206,7 +206,7 @@ def _read_fully(file: Any, buffer: memoryview) -> int:
 
 
 def compare(reader: Reader, expected: Mapping[str, tuple[Shape, torch.dtype]], prefix: str = "") -> str | None:
-    """How the saved tensors under ``prefix`` differ from those expected, the first few by name; None where equal."""
+    """How the saved tensors under ``prefix`` differ from those expected, the first by name; None where equal."""
     held = {name for name in reader.names() if name.startswith(prefix)}
     parts = []
     missing = [name.removeprefix(prefix) for name in expected if name not in held]

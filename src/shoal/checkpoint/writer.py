@@ -1,4 +1,4 @@
-"""Saving while training goes on: each rank copies its share, a thread writes it, rank 0 commits when all are written."""
+"""Saving while training goes on: each rank copies its share, a thread writes it, rank 0 commits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shares(tensors: Mapping[str, Tensor], ranks: int) -> list[list[str]]:
 
 @dataclass
 class _Save:
-    """One save from ``begin`` until it is committed or abandoned; what it says is of the moment of ``begin``."""
+    """One save from ``begin`` until it is committed or abandoned; its facts are of the moment of ``begin``."""
 
     step: int
     partial: Path
@@ -61,8 +61,8 @@ class _Save:
 class Writer:
     """Writes checkpoints to ``folder/step-N``, one at a time, in the background.
 
-    Rank 0 clears what an earlier run left when it is constructed: synchronise the ranks between construction and the
-    first ``begin``. A failure in the background stays in ``error()`` until ``abandon()``.
+    Rank 0 clears what an earlier run left when it is constructed: synchronise the ranks between construction and
+    the first ``begin``. A failure in the background stays in ``error()`` until ``abandon()``.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, keep: int = 2, files: FileSystem | None = None) -> None:
@@ -103,8 +103,8 @@ class Writer:
     def begin(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Copy this rank's share and start writing it. Waits first where an earlier write is still running.
 
-        Every rank passes the same names and shapes. Raises CheckpointError where values are not JSON, or rank 0 still
-        holds a save that was neither committed nor abandoned. With an error pending nothing is written.
+        Every rank passes the same names and shapes. Raises CheckpointError where values are not JSON, or rank 0
+        still holds a save that was neither committed nor abandoned. With an error pending nothing is written.
         """
         start = time.perf_counter()
         self.wait()
@@ -112,8 +112,8 @@ class Writer:
             return
         if self._save is not None and self.rank == 0:
             raise CheckpointError(
-                f"cannot save step {step}: the save of step {self._save.step} is neither committed nor abandoned; "
-                "call commit() once all ranks have written, or abandon()"
+                f"cannot save step {step}: the save of step {self._save.step} is neither committed nor "
+                "abandoned; call commit() once all ranks have written, or abandon()"
             )
         try:
             text = json.dumps(dict(values))
@@ -164,7 +164,7 @@ class Writer:
         return self._error
 
     def abandon(self) -> None:
-        """Give up the save in flight: its partial folder goes, earlier checkpoints stay, the error is cleared.
+        """Give up the save in flight: its partial folder goes, earlier checkpoints stay, the error clears.
 
         Every rank calls it, in any order; whoever comes last leaves nothing.
         """
@@ -176,13 +176,9 @@ class Writer:
             if self.rank == 0:
                 if save is not None:
                     self.files.remove_tree(save.partial)
-                tidy_names = [
-                    name for name in self.files.listdir(self.folder) if name.endswith((".replaced", ".trash"))
-                ]
-                if tidy_names:
-                    self._restore()
+                tidy(self.folder, self.files, partials=False)  # a publication that stopped half way is undone
 
-    # -- on the caller's thread ---------------------------------------------------------------------------------
+    # -- on the caller's thread -----------------------------------------------------------------------------
 
     def _layout(self, tensors: Mapping[str, Tensor]) -> Layout:
         mine = shares(tensors, self.ranks)[self.rank]
@@ -211,7 +207,7 @@ class Writer:
             torch.cuda.current_stream(device).synchronize()
 
     def _entries(self, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The manifest's entries of this rank's tensors; a piece may be a part of a tensor, here it is the whole."""
+        """The manifest's entries of this rank's tensors; a piece could be a part, here each is the whole."""
         entries = {}
         for name in layout.spans:
             shape = list(tensors[name].shape)
@@ -252,7 +248,7 @@ class Writer:
         failure.__cause__ = error
         return failure
 
-    # -- on the background thread -------------------------------------------------------------------------------
+    # -- on the background thread ---------------------------------------------------------------------------
 
     def _write_shard(self, save: _Save) -> None:
         self.files.mkdir(save.partial)
@@ -260,7 +256,7 @@ class Writer:
         try:
             self.files.write(descriptor, save.layout.header)
             checksum = zlib.crc32(save.layout.header)
-            body = memoryview(self._host.numpy())
+            body = self._host.numpy().data
             for start in range(0, len(body), CHUNK_BYTES):
                 chunk = body[start : start + CHUNK_BYTES]
                 checksum = zlib.crc32(chunk, checksum)
@@ -315,10 +311,6 @@ class Writer:
             self.files.unlink(save.partial / name)
         with contextlib.suppress(OSError):  # others' files may still be in it
             self.files.rmdir(save.partial)
-
-    def _restore(self) -> None:
-        """Undo a publication that stopped half way: the replaced checkpoint gets its name back."""
-        tidy(self.folder, self.files)
 
 
 def _record_name(rank: int) -> str:
