@@ -278,7 +278,7 @@ def _check(workers: int, device: str, port: int | None) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise ConfigError(
-                    f"asked to meet at port {port}, but it is in use or not allowed ({error.strerror}): "
+                    f"asked to meet at port {port}, found: {(error.strerror or str(error)).lower()}; "
                     "give another, or none for a free one"
                 ) from None
 
