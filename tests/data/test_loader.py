@@ -17,7 +17,7 @@ def test_a_window_is_the_same_set_for_any_ranks_micro_batches_and_workers():
     sets = []
     for ranks, micro, workers in ((1, 8, 0), (2, 2, 0), (4, 1, 0), (3, 1, 0), (2, 4, 1)):
         per_rank = read(Ids(20), 0, 6, ranks, micro_batch=micro, loader_workers=workers)
-        sets.append([sorted(sum((ids_of([window]) for window in group), [])) for group in zip(*per_rank)])
+        sets.append([sorted(sum((ids_of([window]) for window in group), [])) for group in zip(*per_rank, strict=True)])
     assert all(found == sets[0] for found in sets)
     assert [len(window) for window in sets[0]] == [8, 8, 4, 8, 8, 4]
 
@@ -86,7 +86,7 @@ def test_resume_skips_once_and_later_epochs_are_whole(workers):
         assert [window.epoch for window in rest] == [index // 8 for index in range(first, 24)]
         for epoch in (1, 2):
             assert sorted(ids_of([window for window in rest if window.epoch == epoch])) == list(range(16))
-        assert [window.index for window in rest if window.last_of_epoch] == [7, 15, 23]
+        assert [window.index for window in rest if window.last_of_epoch] == [7, 15, 23][first == 8 :]
 
 
 def test_resume_counts_windows_not_micro_batches():

@@ -33,8 +33,8 @@ class Order:
     """A keyed permutation of ``range(size)`` for each epoch.
 
     A balanced Feistel network on the smallest even number of bits that holds the index space, walked
-    along its cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3).
-    At most 4 applications are expected for an index.
+    along its cycles until it falls inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method
+    3). At most 4 applications are expected for an index.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -72,8 +72,8 @@ def cut(ids: np.ndarray, ranks: int, micro_batch: int) -> list[list[np.ndarray]]
     """``result[j][r]``: rank r's ids of micro-batch j; every rank gets the same number of micro-batches.
 
     Micro-batch j of all ranks together is the next ``ranks * micro_batch`` ids, so the model sees the same
-    set per micro-batch at any world size with the same product. A short last block is split evenly, earlier ranks
-    more.
+    set per micro-batch at any world size with the same product. A short last block is split evenly,
+    earlier ranks more.
     """
     if ranks < 1 or micro_batch < 1:
         raise DataError(f"ids were to be cut over {ranks} ranks in micro-batches of {micro_batch}; give at least 1")

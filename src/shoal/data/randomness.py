@@ -24,7 +24,7 @@ def seed_all(value: int) -> None:
     """Seed torch's CPU generator, numpy's and Python's global ones. CUDA generators are left alone."""
     torch.default_generator.manual_seed(value)
     np.random.seed([value & 0xFFFFFFFF, value >> 32])
-    random.seed(value)
+    random.seed(mix(value, 3))  # of the same seed it would draw what numpy draws: both are Mersenne twisters
 
 
 def capture() -> State:
