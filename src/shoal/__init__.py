@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.engine.lr_schedule import warmup_constant as warmup_constant
+    from shoal.engine.lr_schedule import warmup_cosine as warmup_cosine
+    from shoal.engine.lr_schedule import warmup_linear as warmup_linear
     from shoal.engine.run import Run as Run
     from shoal.job import Job as Job
     from shoal.job import Loss as Loss
@@ -20,14 +23,18 @@ _HOME = {
     "Run": "shoal.engine.run",
     "prepare": "shoal.launch.prepare",
     "train": "shoal.launch.train",
-    "checkpoint": "shoal.checkpoint",
+    "warmup_constant": "shoal.engine.lr_schedule",
+    "warmup_cosine": "shoal.engine.lr_schedule",
+    "warmup_linear": "shoal.engine.lr_schedule",
 }
-__all__ = ["Job", "Loss", "Run", "prepare", "train"]
+_MODULES = {"checkpoint": "shoal.checkpoint"}
+__all__ = ["Job", "Loss", "Run", "prepare", "train", "warmup_constant", "warmup_cosine", "warmup_linear"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that ``import shoal`` needs no torch."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    module = import_module(_HOME[name])
-    return module if _HOME[name].rpartition(".")[2] == name else getattr(module, name)
+    return getattr(import_module(_HOME[name]), name)

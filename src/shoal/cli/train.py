@@ -1,7 +1,5 @@
 """``shoal train FILE [field=value ...]``: flags are the fields of RunSettings."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
