@@ -8,7 +8,6 @@ from shoal.core.errors import DataError
 from shoal.data.sources.stdlib import stdlib_files
 from shoal.data.sources.text import TextBytes
 
-
 pytestmark = pytest.mark.unit
 
 
