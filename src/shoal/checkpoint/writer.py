@@ -170,13 +170,16 @@ class Writer:
         """
         self.wait()
         save, self._save, self._error = self._save, None, None
-        with contextlib.suppress(OSError):  # on a failing device; the next Writer clears what is left
-            if save is not None:
-                self._remove_own(save)
-            if self.rank == 0:
-                if save is not None:
-                    self.files.remove_tree(save.partial)
-                tidy(self.folder, self.files, partials=False)  # a publication that stopped half way is undone
+        work: list[Callable[[], None]] = []
+        if save is not None:
+            work.append(lambda: self._remove_own(save))
+        if save is not None and self.rank == 0:
+            work.append(lambda: self.files.remove_tree(save.partial))
+        if self.rank == 0:  # a publication that stopped half way is undone
+            work.append(lambda: tidy(self.folder, self.files, partials=False))
+        for part in work:
+            with contextlib.suppress(OSError):  # on a failing device; the next Writer clears what is left
+                part()
 
     # -- on the caller's thread -----------------------------------------------------------------------------
 
