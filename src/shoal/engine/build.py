@@ -124,7 +124,8 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
     notes = precision.widen(model)
     model.to(device)
     model.train()
-    if dist.get_world_size() > 1 and any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+    drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    if drops and dist.get_world_size() > 1:
         notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
     return model, notes
 

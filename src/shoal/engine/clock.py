@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("data_wait", "forward_backward", "sync_exposed", "optimizer", "checkpoint_stall", "other")
+PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "sync_exposed", "optimizer", "checkpoint_stall", "other")
 
 
 class Laps:
@@ -19,7 +19,7 @@ class Laps:
 
     def seconds(self) -> dict[str, float]:
         """``{phase}_s`` of every phase, and ``step_s``."""
-        found = dict.fromkeys(PHASES, 0.0)
+        found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         ends = [mark for _, mark in self._marks[1:]] + [self._end]
         for (phase, start), end in zip(self._marks, ends, strict=True):
             if phase != "paused":

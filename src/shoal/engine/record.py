@@ -63,7 +63,7 @@ def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
     ]
     if fixed:
         raise ConfigError(
-            f"a resumed run keeps these settings ({'; '.join(fixed)}); leave them, or start a new run in another --out. "
+            f"a resumed run keeps these settings ({'; '.join(fixed)}); leave them, or start anew in another --out. "
             f"These may change: {', '.join(sorted(MAY_CHANGE))}, workers, and the job's fields"
         )
     fields = job.model_dump(mode="json")
