@@ -254,7 +254,7 @@ def test_background_save_stalls_far_less_than_a_synchronous_one(tmp_path):
     [writer] = writers(tmp_path, 1, keep=1)
     writer.reserve(tensors)
     buffers = {name: tensor.clone() for name, tensor in tensors.items()}
-    for step in range(1, 6):
+    for step in range(1, 21):  # the least of each: other processes disturb single ones
         start = time.perf_counter()
         for name, tensor in tensors.items():
             buffers[name].copy_(tensor)
@@ -266,9 +266,11 @@ def test_background_save_stalls_far_less_than_a_synchronous_one(tmp_path):
         writer.commit()
         writer.wait()
         whole.append(time.perf_counter() - start)
+        short = min(stalls) <= 2 * min(copies) + 0.005 and min(stalls) <= 0.15 * min(whole)
+        if step >= 3 and short:
+            break
     print(f"copy {min(copies):.4f} s, stall {min(stalls):.4f} s, synchronous {min(whole):.4f} s")
-    assert min(stalls) <= 2 * min(copies) + 0.005
-    assert min(stalls) <= 0.15 * min(whole)
+    assert short, (min(copies), min(stalls), min(whole))
 
 
 def test_shares_are_even_and_cover_everything():
@@ -296,3 +298,14 @@ def test_misuse_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot prepare the checkpoints' folder"):
         Writer(Path(tmp_path / "file" / "inner"), 0, 1)
+
+
+def test_only_rank_0_clears_what_is_left_over(tmp_path):
+    """https://github.com/karpathy/nanochat/pull/336"""
+    for name in ("step-3.partial", "step-2.trash", "step-1.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    Writer(tmp_path, 1, 2)
+    assert len(names(tmp_path)) == 3
+    Writer(tmp_path, 0, 2)
+    assert names(tmp_path) == []

@@ -86,6 +86,7 @@ class Writer:
         if rank == 0:
             try:
                 self.files.mkdir(self.folder)
+                self.files.fsync_dir(self.folder.parent)
                 tidy(self.folder, self.files)
             except OSError as error:
                 raise self._failure(error, "prepare the checkpoints' folder", 0) from None
