@@ -164,6 +164,11 @@ def _load_exported(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str | 
 
 def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:
     """The step at which the run ends; None where only the data knows."""
+    if per_epoch is None and settings.epochs not in (None, 1):
+        raise ConfigError(
+            f"--epochs {settings.epochs} was asked for, but this iterable data does not tell its length; "
+            "give --steps, or one epoch"
+        )
     if settings.steps is not None:
         if settings.epochs is not None and per_epoch is not None:
             return min(settings.steps, settings.epochs * per_epoch)

@@ -134,6 +134,8 @@ class Record:
         self.flush()
         self.sinks.close()
         self.log.close()
+        for problem in [*self.sinks.problems, *filter(None, [self.log.problem])]:
+            self._tell(problem)
 
 
 def cut_events(out: Path, step: int) -> int:

@@ -179,7 +179,9 @@ class Run:
     def heard(self, signals: dict[str, float]) -> None:
         """The sums of all ranks' signals."""
         self._asked_to_stop = signals["stop"] > 0
-        self._ended = signals["ended"] == self.ranks
+        if signals["ended"] == self.ranks:
+            self._ended = self.total_steps is None
+            self.windows_source.end_epoch()
         self.saver.heard(self, signals)
 
     def skipped(self, verdict: Verdict) -> None:
