@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +14,26 @@ app = typer.Typer(help="Look at, check and export a run's checkpoints.", no_args
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder (its --out)")]
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Shoal's own errors as one line on stderr and exit status 1."""
+    from shoal.core.errors import ShoalError
+
+    try:
+        yield
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
 @app.command("list")
 def show(run: Folder) -> None:
     """List the checkpoints of RUN, newest first."""
     from shoal.checkpoint import list_checkpoints
 
-    for found in list_checkpoints(run):
-        typer.echo(f"step {found.step}  {found.path}" + (f"  BROKEN: {found.problem}" if found.problem else ""))
+    with _told():
+        for found in list_checkpoints(run):
+            typer.echo(f"step {found.step}  {found.path}" + (f"  BROKEN: {found.problem}" if found.problem else ""))
 
 
 @app.command()
@@ -27,9 +42,10 @@ def verify(run: Folder) -> None:
     from shoal.checkpoint import verify_checkpoints
 
     broken = False
-    for found in verify_checkpoints(run):
-        broken |= found.problem is not None
-        typer.echo(f"step {found.step}  {found.problem or 'good'}")
+    with _told():
+        for found in verify_checkpoints(run):
+            broken |= found.problem is not None
+            typer.echo(f"step {found.step}  {found.problem or 'good'}")
     raise SystemExit(int(broken))
 
 
@@ -38,15 +54,11 @@ def export(
     run: Folder,
     to: Annotated[Path, typer.Option(help="folder to write model.safetensors into")],
     step: Annotated[int | None, typer.Option(help="which checkpoint (default: the newest good one)")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored)")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64 (default: as stored)")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="the averaged weights")] = False,
 ) -> None:
     """Write the weights of RUN under the model's own names, as safetensors."""
     from shoal.checkpoint import export as export_checkpoint
-    from shoal.core.errors import ShoalError
 
-    try:
+    with _told():
         typer.echo(str(export_checkpoint(run, to, step=step, dtype=dtype, ema=ema)))
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
