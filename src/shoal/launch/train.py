@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,32 +61,56 @@ def run_file(
 ) -> tuple[int, dict[str, Any] | None]:
     """What the command does: exit status and summary (None where the run failed, or on ranks but the first)."""
     cls = load_class(file)
-    return run_job(make_job(cls, overrides), make_settings(cls, given), workers, restarts, port, quiet)
+    faults: list[str] = []
+    job = _tried(faults, lambda: make_job(cls, overrides))
+    settings = _tried(faults, lambda: make_settings(cls, given))
+    if job is None or settings is None:  # what else contradicts, in the same report
+        batch = {name: given[name] for name in ("global_batch", "micro_batch") if name in given}
+        _tried(faults, lambda: _layout(make_settings(cls, batch), workers))
+        raise ConfigError("\n".join(dict.fromkeys("\n".join(faults).splitlines())))
+    return run_job(job, settings, workers, restarts, port, quiet)
+
+
+def _tried(faults: list[str], make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, or None and its fault on the list."""
+    try:
+        return make()
+    except ConfigError as error:
+        faults.append(str(error))
+        return None
 
 
 def run_job(
     job: Job, settings: RunSettings, workers: int | None, restarts: int, port: int | None, quiet: bool
 ) -> tuple[int, dict[str, Any] | None]:
     """Check what can be checked, then train in workers of our own or in the world that is there."""
-    world = find_world()
+    world, count = _layout(settings, workers)
     out = Path(settings.out)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     entry = Entry(job, settings, quiet)
     if world is not None:
-        if workers is not None and workers != world.size:
-            raise ConfigError(f"--workers {workers} in a world of {world.size} ranks; leave --workers out")
-        cut_batch(settings.global_batch, settings.micro_batch, world.size)
         with lock_folder(out) if world.rank == 0 else nullcontext():
             status = entry.joined(world)
             leave()
         return status, read_result(out) if world.rank == 0 else None
-    count = _workers(workers, device)
-    cut_batch(settings.global_batch, settings.micro_batch, count)
     check_folder(out, job, settings)
     with lock_folder(out):
         (out / RESULT).unlink(missing_ok=True)
-        status = run_workers(entry, count, out, restarts, device, port)
+        status = run_workers(entry, count, out, restarts, _device(), port)
     return status, read_result(out)
+
+
+def _layout(settings: RunSettings, workers: int | None) -> tuple[World | None, int]:
+    """The world that is there, if any, and the number of ranks; ConfigError where the batch cannot be cut over them."""
+    world = find_world()
+    if world is not None and workers is not None and workers != world.size:
+        raise ConfigError(f"--workers {workers} in a world of {world.size} ranks; leave --workers out")
+    count = world.size if world is not None else _workers(workers, _device())
+    cut_batch(settings.global_batch, settings.micro_batch, count)
+    return world, count
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def read_result(out: Path) -> dict[str, Any] | None:
@@ -140,7 +164,7 @@ class Entry:
         return self._train(world, beats)
 
     def _train(self, world: World, beats: Beats) -> int:
-        device = join(world, "cuda" if torch.cuda.is_available() else "cpu")
+        device = join(world, _device())
         first = world.rank == 0
         settings = self.settings.model_copy(update={"resume": True}) if world.restart else self.settings
         hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=self._tell)
