@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import heapq
@@ -79,7 +80,7 @@ class Writer:
         self.stall_s = 0.0  # how long the last begin held up training
         self._save: _Save | None = None
         self._error: CheckpointError | None = None
-        self._thread: threading.Thread | None = None
+        self._done: threading.Event | None = None  # of the work in the background
         self._host = torch.empty(0, dtype=torch.uint8)
         self._verified: set[int] = set()
         self._attempts: dict[int, int] = {}
@@ -156,9 +157,9 @@ class Writer:
 
     def wait(self) -> None:
         """Return once this rank's thread has nothing to do; look at ``error()`` then."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._done is not None:
+            self._done.wait()
+            self._done = None
 
     def error(self) -> CheckpointError | None:
         """What failed in the background and was not yet abandoned."""
@@ -228,6 +229,8 @@ class Writer:
         return f"shard-{self.rank:05d}-of-{self.ranks:05d}.safetensors"
 
     def _start(self, work: Callable[[], None], what: str, needed_bytes: int) -> None:
+        done = threading.Event()
+
         def body() -> None:
             try:
                 work()
@@ -235,9 +238,11 @@ class Writer:
                 self._error = error
             except Exception as error:  # kept whatever it is: nobody else would see it
                 self._error = self._failure(error, what, needed_bytes)
+            finally:
+                done.set()
 
-        self._thread = threading.Thread(target=body, name="shoal-checkpoint", daemon=True)
-        self._thread.start()
+        self._done = done
+        _thread.start_new_thread(body, ())  # Thread.start() would wait until it is scheduled: a longer stall
 
     def _failure(self, error: Exception, what: str, needed_bytes: int) -> CheckpointError:
         text = f"cannot {what} in {self.folder}: {error}"
