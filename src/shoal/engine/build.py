@@ -106,8 +106,10 @@ def _agree_on(found: Any) -> Any:
 
 
 def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | None) -> dict[str, Any]:
-    """Collective. Rank 0 measures; all use its choice, and a resumed run its old one."""
+    """Collective. Rank 0 measures; all use its choice, and a resumed run its old one, also before its first save."""
     saved = reader.values.get("kernels") if reader else None
+    if saved is None and settings.resume and (path := Path(settings.out) / record.RECORD).exists():
+        saved = record.read_json(path).get("kernels")
     chosen = [kernels.select(settings.kernels, device.type, saved) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(chosen, src=0)
     agreed: dict[str, Any] = chosen[0] or {}
