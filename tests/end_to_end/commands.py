@@ -1,0 +1,221 @@
+"""Runs the real command in a process of its own, on a job small enough that starting it costs more than training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.reader import Reader, newest_good
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+JOB = '''
+import os, signal, time
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+
+
+def samples(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).tanh())
+
+
+class Job(shoal.Job):
+    """A small MLP; ``fault`` says what goes wrong at rank 1's (or the only rank's) loss number ``at``."""
+
+    width: int = 8
+    lr: float = 1e-2
+    dropout: float = 0.0
+    size: int = 60
+    warmup: int = 2
+    held_out: int = 0
+    fault: str = ""
+    at: int = 4
+    marker: str = ""
+    slow: float = 0.0
+    slow_eval: float = 0.0
+    _calls: ClassVar[list] = []
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(4, self.width), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.width, 1)
+        )
+
+    def data(self):
+        return samples(self.size, 1)
+
+    def eval_data(self):
+        return samples(self.held_out, 2) if self.held_out else None
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=self.lr)
+
+    def lr_schedule(self, optimizer, steps):
+        return shoal.warmup_cosine(self.warmup, steps) if self.warmup else None
+
+    def loss(self, output, targets):
+        error = ((output - targets) ** 2).sum()
+        if not torch.is_grad_enabled():
+            if self.slow_eval:
+                Path(self.marker).touch()
+                time.sleep(self.slow_eval)
+            return shoal.Loss(error, len(targets))
+        time.sleep(self.slow)
+        self._calls.append(1)
+        return self.faulty(error, output, targets)
+
+    def faulty(self, error, output, targets):
+        if self.fault == "vector":
+            return output - targets
+        if self.fault == "negative":
+            return shoal.Loss(error, -len(targets))
+        if self.fault == "infinite":
+            return shoal.Loss(error, float("inf"))
+        if self.fault == "nan":
+            return shoal.Loss(error * float("nan"), len(targets))
+        if dist.get_rank() == dist.get_world_size() - 1 and len(self._calls) == self.at:
+            if self.fault == "nan once":
+                return shoal.Loss(error * float("nan"), len(targets))
+            if self.fault == "raise":
+                raise ValueError("the user's own mistake")
+            if self.fault == "kill" and not Path(self.marker).exists():
+                Path(self.marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return shoal.Loss(error, len(targets))
+
+    def after(self, model, summary):
+        if self.marker.endswith(".pt"):
+            model.eval()
+            torch.save(model(samples(8, 3).tensors[0]).detach(), self.marker)
+'''
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left: exit status, both streams, and how long it took."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The object that ``--json`` prints as the last line."""
+        return json.loads(self.out.splitlines()[-1])
+
+
+def write_job(folder: Path) -> Path:
+    """The job's file in ``folder``."""
+    path = folder / "tiny.py"
+    path.write_text(JOB)
+    return path
+
+
+def words(args: Sequence[object]) -> list[str]:
+    return [sys.executable, "-m", "shoal", *map(str, args)]
+
+
+def environment() -> dict[str, str]:
+    """Ours, without a world that a test before this one may have set up."""
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {**{name: value for name, value in os.environ.items() if name not in drop}, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def call(command: Sequence[str], cwd: Path, timeout_s: float = 60) -> Result:
+    """Run ``command`` to its end."""
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s)
+    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+
+
+def shoal(*args: object, cwd: Path, timeout_s: float = 60) -> Result:
+    """Run the ``shoal`` command to its end."""
+    return call(words(args), cwd, timeout_s)
+
+
+def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    """Start the ``shoal`` command and go on."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words(args), cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 30) -> Result:
+    """Wait for what ``start`` started; kills it when it takes too long."""
+    started = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return Result(process.returncode, out, err, time.monotonic() - started)
+
+
+def until(true: Callable[[], Any], timeout_s: float = 30, what: str = "it") -> None:
+    """Wait until ``true()``."""
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s, f"{what} did not happen in {timeout_s} s"
+        time.sleep(0.02)
+
+
+def rows(out: Path, kind: str = "step", rank: int = 0) -> list[dict[str, Any]]:
+    """A rank's event rows of one kind; a line that is still being written is left out."""
+    path = out / "events" / f"rank-{rank:05d}.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def losses(out: Path, first: int = 1) -> list[float]:
+    """The losses by step, from step ``first`` on; each step must stand there once."""
+    found = [(row["step"], row["loss"]) for row in rows(out)]
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    return [loss for step, loss in found if step >= first]
+
+
+def saved(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors and values of the newest good checkpoint."""
+    found, skipped = newest_good(out / "checkpoints")
+    assert found and not skipped
+    reader = Reader(found.path)
+    return {name: reader.read(name) for name in reader.names()}, reader.values
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Both runs ended with the same state to the last bit, and took the same steps with the same losses and rates."""
+    (tensors, values), (tensors_other, values_other) = saved(one), saved(other)
+    assert tensors.keys() == tensors_other.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, tensors_other[name]), name
+    assert values == values_other
+    keys = ("step", "epoch", "loss", "grad_norm", "lr", "count")
+    assert [[row[key] for key in keys] for row in rows(one)] == [[row[key] for key in keys] for row in rows(other)]
+
+
+def processes_of(text: str) -> list[int]:
+    """Live processes with ``text`` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            if text in (path / "cmdline").read_text() and state != "Z" and int(path.name) != os.getpid():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
