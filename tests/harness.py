@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: once here instead of in every forked child
 import torch.distributed as dist
 
 torch.set_num_threads(1)  # a forked child of a process whose thread pool ran would wait for threads it lacks

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shoal import Loss
@@ -41,7 +42,7 @@ def test_the_clipped_gradient_is_the_mean_of_the_step(tmp_path):
         for clip in (5.0, 2.5):
             run = start(
                 job(model=lambda: Dot(2), data=data, loss=mean),
-                tmp_path / str(clip), steps=1, global_batch=4, micro_batch=1, clip=clip,
+                tmp_path / f"{dist.get_world_size()}-{clip}", steps=1, global_batch=4, micro_batch=1, clip=clip,
             )  # fmt: skip
             report = run.step(next(run.windows_source.iterate(0, 1)))
             run.close()
