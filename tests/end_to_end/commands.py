@@ -103,7 +103,8 @@ class Job(shoal.Job):
     def after(self, model, summary):
         if self.marker.endswith(".pt"):
             model.eval()
-            torch.save(model(samples(8, 3).tensors[0]).detach(), self.marker)
+            with torch.no_grad():
+                torch.save(model(samples(8, 3).tensors[0]), self.marker)
 '''
 
 
