@@ -14,6 +14,8 @@ def train_loop(run: Run) -> dict[str, Any]:
     settings = run.settings
     for window in run.windows():
         report = run.step(window)
+        if settings.save_every and run.record.totals.steps == 0:
+            run.saver.reserve(run)  # the first save stalls no longer than later ones
         if settings.eval_every and report.step % settings.eval_every == 0:
             run.evaluate()
         if settings.save_every and report.step % settings.save_every == 0:

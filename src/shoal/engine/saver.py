@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.writer import Writer
 from shoal.core.errors import CheckpointError, RankMismatch
-from shoal.engine.state import collect
+from shoal.engine.state import all_tensors, collect
 
 if TYPE_CHECKING:
     from shoal.engine.run import Run
@@ -58,6 +58,10 @@ class Saver:
         self.writer.abandon()
         self._open = False
         raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+
+    def reserve(self, run: Run) -> None:
+        """Allocate the buffers of coming saves, once the optimizer has its state."""
+        self.writer.reserve(all_tensors(run))
 
     def save(self, run: Run) -> None:
         """Copy the local state and let it be written in the background; an earlier save ends first."""

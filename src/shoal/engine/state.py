@@ -32,10 +32,13 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, tied
 
 
+def all_tensors(run: Run) -> dict[str, Tensor]:
+    """Every tensor of the run's state by its name in a checkpoint."""
+    return {**model_tensors(run.model)[0], **run.optimizer.tensors(), **run.average.tensors()}
+
+
 def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and JSON values of the whole state after the last step. Collective where data has a reader state."""
-    tensors, tied = model_tensors(run.model)
-    tensors = {**tensors, **run.optimizer.tensors(), **run.average.tensors()}
     position = run.windows_source.state()
     readers: list[Any] = [position]
     if position is not None:
@@ -44,7 +47,7 @@ def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     values = {
         "step": run.step_count,
         "seed": run.settings.seed,
-        "tied": tied,
+        "tied": model_tensors(run.model)[1],
         "optimizer": run.optimizer.values(),
         "lr_schedule": run.schedule.state(),
         "scaler": run.scaler.state(),
@@ -54,7 +57,7 @@ def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "finite": finite,
         "loss": run.last_loss,
     }
-    return tensors, values
+    return all_tensors(run), values
 
 
 def load_model(model: nn.Module, reader: Reader, where: str) -> None:
