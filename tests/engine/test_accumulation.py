@@ -3,11 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from shoal import Loss
-from shoal.core.errors import NumericsError
-from shoal.engine.loop import train_loop
 from tests.harness import run_ranks
 from tests.small_jobs import (
     LM,
@@ -25,6 +20,11 @@ from tests.small_jobs import (
     token_rows,
     weights,
 )
+from torch import nn
+
+from shoal import Loss
+from shoal.core.errors import NumericsError
+from shoal.engine.loop import train_loop
 
 pytestmark = pytest.mark.ranks
 
@@ -85,7 +85,9 @@ def test_the_loss_of_unequal_counts_is_sum_over_count(tmp_path):
 
     https://github.com/huggingface/transformers/pull/34191
     """
-    data = Rows([(torch.tensor(mean), torch.tensor(count)) for mean, count in ((4.0, 3), (1.0, 11), (8.0, 1), (2.0, 9))])
+    data = Rows(
+        [(torch.tensor(mean), torch.tensor(count)) for mean, count in ((4.0, 3), (1.0, 11), (8.0, 1), (2.0, 9))]
+    )
 
     def body(rank):
         made = job(model=Scalar, data=data, loss=lambda out, n: Loss((out * n).sum(), n.sum()), optimizer=sgd(0.0))
@@ -107,7 +109,9 @@ def test_loss_and_norm_do_not_depend_on_accumulation_or_workers(tmp_path):
             reports = []
             for micro in (1, 2, 4, 8):
                 if ranks * micro <= 8:
-                    made = job(model=LM, data=token_rows([3, 11, 1, 9, 12, 2, 7, 5]), loss=token_loss, optimizer=sgd(0.0))
+                    made = job(
+                        model=LM, data=token_rows([3, 11, 1, 9, 12, 2, 7, 5]), loss=token_loss, optimizer=sgd(0.0)
+                    )
                     out = tmp_path / f"{ranks}-{micro}"
                     report, _, _ = first_step(made, out, global_batch=8, micro_batch=micro, precision="fp64")
                     reports.append((report.loss, report.grad_norm, report.count))
@@ -158,7 +162,9 @@ def test_a_loss_of_neither_kind_is_refused(tmp_path, loss, said):
     def body(rank):
         before = None
         try:
-            run = start(job(model=mlp, data=mlp_rows(8), loss=loss), tmp_path, steps=1, global_batch=8, precision="fp64")
+            run = start(
+                job(model=mlp, data=mlp_rows(8), loss=loss), tmp_path, steps=1, global_batch=8, precision="fp64"
+            )
             before = weights(run.model)
             run.step(next(run.windows_source.iterate(0, 1)))
         except NumericsError as error:
@@ -230,9 +236,7 @@ def test_steps_count_optimizer_updates_in_every_epoch(tmp_path):
 
     def body(rank):
         made = job(model=mlp, data=mlp_rows(6), loss=classes_loss)
-        run = start(
-            made, tmp_path, epochs=3, global_batch=2, micro_batch=1, save_every=3, keep=9, precision="fp64"
-        )
+        run = start(made, tmp_path, epochs=3, global_batch=2, micro_batch=1, save_every=3, keep=9, precision="fp64")
         ends = []
         step = run.step
 

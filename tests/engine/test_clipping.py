@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.harness import run_ranks
+from tests.small_jobs import Rows, Scalar, classes_loss, error, job, mlp, mlp_rows, sgd, start, weights
 from torch import nn
 
 from shoal import Loss
 from shoal.checkpoint.reader import newest_good
 from shoal.core.errors import NumericsError
 from shoal.engine.loop import train_loop
-from tests.harness import run_ranks
-from tests.small_jobs import Rows, Scalar, classes_loss, error, job, mlp, mlp_rows, sgd, start, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,12 @@ def test_a_norm_whose_squares_overflow_is_still_right(tmp_path, ranks):
 
     def body(rank):
         run = start(
-            job(model=lambda: Dot(128), data=data, loss=mean), tmp_path, steps=1, global_batch=2, micro_batch=1, clip=2.0
+            job(model=lambda: Dot(128), data=data, loss=mean),
+            tmp_path,
+            steps=1,
+            global_batch=2,
+            micro_batch=1,
+            clip=2.0,
         )
         report = run.step(next(run.windows_source.iterate(0, 1)))
         run.close()

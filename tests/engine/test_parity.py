@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-
 from tests.harness import run_ranks
 from tests.small_jobs import LM, error, job, stack, start, token_loss, token_rows, weights
 

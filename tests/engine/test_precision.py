@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.harness import run_ranks
+from tests.small_jobs import Rows, Scalar, classes_loss, job, mlp, mlp_rows, sgd, start
 from torch import nn
 
 from shoal import Loss
-from tests.harness import run_ranks
-from tests.small_jobs import Rows, Scalar, classes_loss, job, mlp, mlp_rows, sgd, start
 
 pytestmark = pytest.mark.ranks
 
