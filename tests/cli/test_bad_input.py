@@ -136,15 +136,10 @@ def test_numbers_that_are_not_finite_skip_the_step_and_too_many_stop_the_run(fol
     assert not list((folder / "always" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("list", "nothing"), "holds no run"),
-        (("verify", "nothing"), "holds no run"),
-        (("export", "nothing", "--to", "exported"), "holds no run"),
-    ],
-)
-def test_checkpoint_commands_refuse_a_folder_without_a_run(words: tuple[str, ...], said: str, folder: Path) -> None:
-    result = shoal("checkpoint", *words, cwd=folder)
-    assert result.status == 1
-    assert said in result.err and "Traceback" not in result.err
+def test_checkpoint_commands_refuse_a_folder_without_a_run(folder: Path) -> None:
+    commands = (("list", "nothing"), ("verify", "nothing"), ("export", "nothing", "--to", "exported"))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda words: shoal("checkpoint", *words, cwd=folder), commands))
+    for result in found:
+        assert result.status == 1
+        assert result.err.startswith("error: nothing holds no run") and "Traceback" not in result.err

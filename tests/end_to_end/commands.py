@@ -103,6 +103,7 @@ class Job(shoal.Job):
     def after(self, model, summary):
         if self.marker.endswith(".pt"):
             model.eval()
+            torch.set_num_threads(1)
             with torch.no_grad():
                 torch.save(model(samples(8, 3).tensors[0]), self.marker)
 '''
