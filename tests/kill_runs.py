@@ -72,8 +72,13 @@ class Killed:
         pids = children(self.process.pid) if victim == "worker" else [self.process.pid]
         if self.process.poll() is not None or not pids:
             return
-        if victim == "worker" and not self._moves():
-            return  # a worker that dies before its first step is not restarted, by intent
+        if victim == "worker":  # one that dies before its first step is not restarted, by intent
+            while self.process.poll() is None and not self._moves():
+                time.sleep(0.02)
+            self._wait(self.random.uniform(0.0, 1.0))
+            pids = children(self.process.pid)
+            if self.process.poll() is not None or not pids:
+                return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.random.choice(pids), signal.SIGKILL)
             self.hit[victim] += 1
