@@ -88,6 +88,8 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
     )  # fmt: skip
     if reader is not None:
         notes += state.restore(run, reader)
+        if settings.init_from:
+            notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
     check_same_model(model)
     _start_record(run, place, notes + source.notes + _told(skipped, found), batch._asdict())

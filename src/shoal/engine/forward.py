@@ -60,7 +60,10 @@ def micro_loss(run: Run, micro: MicroBatch) -> tuple[Loss, float, float]:
     run.mark_padding(micro.padding)
     with run.precision.forward():
         output = call(run.model, inputs)
-        loss = as_loss(run.job.loss(output, targets), micro.samples)
+        value = run.job.loss(output, targets)
+        loss = as_loss(value, micro.samples)
+    if not isinstance(value, Loss):
+        run.note_once("the loss is a scalar: taken as a mean over the micro-batch's samples, weighted by their number")
     total, count = loss
     if micro.padding:
         total, count = torch.where(torch.zeros((), dtype=torch.bool, device=run.device), total, 0.0), 0

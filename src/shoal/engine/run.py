@@ -78,6 +78,7 @@ class Run:
     _report: StepReport | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
     _asked_to_stop: bool = field(default=False, init=False)
+    _noted: set[str] = field(default_factory=set, init=False)
     _closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +164,12 @@ class Run:
         """Whether the rows that come are outside batch statistics."""
         for norm in self.norms:
             norm.padding = padding
+
+    def note_once(self, text: str) -> None:
+        """Tell the user a sentence, the first time only."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.record.note(text)
 
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop."""
