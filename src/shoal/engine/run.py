@@ -72,6 +72,7 @@ class Run:
     eval_step: int | None = None
     skips_in_a_row: int = 0
     stopped: bool = False
+    finished: bool = False
     signal_names: tuple[str, ...] = SIGNALS
     clock: Clock = field(init=False)
     _looping: bool = field(default=False, init=False)
@@ -103,6 +104,7 @@ class Run:
             self._looping = False
         self.saver.drain(self)
         self.stopped = self._asked_to_stop
+        self.finished = True
 
     def step(self, window: Window) -> StepReport:
         """One optimizer update over ``window``. Collective."""
@@ -144,12 +146,13 @@ class Run:
             self.saver.drain(self)
             self.clock.close()
 
-    def close(self) -> None:
-        """End the run's files and readers. Collective when training ended well."""
+    def close(self, alone: bool = False) -> None:
+        """End the run's files and readers. Collective, unless ``alone``: after a failure the others may be anywhere."""
         if self._closed:
             return
         self._closed = True
-        self.saver.drain(self)
+        if not alone:
+            self.saver.drain(self)
         self.record.close()
         self.windows_source.close()
 

@@ -108,5 +108,5 @@ def _start(job: Job, settings: RunSettings, tell: Callable[[str], None]) -> Run:
     hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=tell if world.rank == 0 else lambda text: None)
     run = build(job, settings, Place(device, world.restart), hooks)
     atexit.register(leave)
-    atexit.register(run.close)
+    atexit.register(lambda: run.close(alone=not run.finished or hasattr(sys, "last_type")))  # set by an uncaught error
     return run
