@@ -1,10 +1,9 @@
-"""A rank of an own loop that fails must not leave the others, or itself, waiting."""
+"""A rank of an own loop that fails must not wait for the others, which may be anywhere."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,9 @@ SCRIPT = """
 import sys, torch, shoal
 from torch.utils.data import TensorDataset
 
+def collective(run):
+    raise SystemExit("a collective call at exit")
+
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 x = torch.randn(64, 3)
@@ -22,31 +24,17 @@ run = shoal.prepare(
     optimizer=torch.optim.SGD(model.parameters(), lr=0.01), global_batch=8, steps=200, out=sys.argv[1], sinks=(),
 )
 for window in run.windows():
-    report = run.step(window)
-    if report.step == 5 and run.rank == 1:
-        raise ValueError("boom on rank 1")
+    if run.step(window).step == 5:
+        run.saver.drain = collective
+        raise ValueError("boom")
 """
 
 
-def test_a_rank_that_raises_in_its_own_loop_ends_the_whole_world(tmp_path):
+def test_a_failed_own_loop_ends_without_a_collective_call(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)
-    start = time.monotonic()
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            script,
-            tmp_path / "run",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert ended.returncode != 0
-    assert "boom on rank 1" in ended.stderr
-    assert time.monotonic() - start < 60
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ValueError: boom" in ended.stderr
+    assert "a collective call at exit" not in ended.stderr
