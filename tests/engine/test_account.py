@@ -129,6 +129,19 @@ def test_times_of_a_step_add_up_to_the_whole(tmp_path):
         assert row["forward_backward_s"] > 0
 
 
+def test_a_phase_is_the_time_to_the_next_mark_and_pauses_count_for_nothing():
+    """Evaluations between two steps are in neither."""
+    watch = clock.Clock(torch.device("cpu"))
+    times = iter([0.0, 1.0, 3.0, 10.0, 14.0, 14.5])
+    watch._now = lambda: next(times)
+    for phase in ("data_wait", "optimizer", "paused", "other", "optimizer"):
+        watch.lap(phase)
+    found = watch.close().seconds()
+    assert found["step_s"] == 1 + 2 + 4 + 0.5
+    assert (found["data_wait_s"], found["optimizer_s"], found["other_s"]) == (1.0, 2.5, 4.0)
+    assert watch.close() is None
+
+
 def test_a_save_on_one_rank_only_is_seen_and_named(tmp_path):
     """Saving behind 'if rank 0' hung, since gathering needs all ranks.
 

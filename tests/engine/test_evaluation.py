@@ -61,9 +61,9 @@ def test_a_metric_counts_no_padding(tmp_path):
     def metrics(output, targets):
         return {"value": Loss(output.sum(), len(output))}
 
-    for size, ranks in ((9, 2), (9, 4), (5, 4)):
-        out = tmp_path / f"{size}-{ranks}"
-        for found in evaluated(out, ranks, summed, values(range(size)), metrics=metrics, global_batch=5 * ranks):
+    for size, ranks, local in ((9, 2, 5), (9, 4, 5), (9, 4, 2), (5, 2, 1)):
+        out = tmp_path / f"{size}-{ranks}-{local}"
+        for found in evaluated(out, ranks, summed, values(range(size)), metrics=metrics, global_batch=local * ranks):
             assert found["value"] == (size - 1) / 2
 
 

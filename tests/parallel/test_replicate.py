@@ -113,7 +113,7 @@ def test_a_parameter_used_on_some_ranks_only_gets_the_global_gradient(tmp_path):
     """https://github.com/pytorch/pytorch/issues/43259"""
     rows = mlp_rows(24, seed=5)
     assert 0 < sum(float(x[0]) > 1.3 for x, _ in rows.samples) < 6
-    last, batches, before = results(tmp_path, 4, Routed, rows, classes_loss, micro_batch=1)
+    last, batches, before = results(tmp_path, 4, Routed, rows, classes_loss, 6, micro_batch=1)
     assert error(last, plain(Routed, before, rows, classes_loss, batches)) < 1e-10
 
 
@@ -368,6 +368,28 @@ def hooked():
     return model
 
 
+def halving(replace):
+    """A model whose own hooks halve what is accumulated so far, in place or by another tensor."""
+
+    def build():
+        model = mlp()
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p: setattr(p, "grad", p.grad * 0.5) if replace else p.grad.mul_(0.5)
+            )
+        return model
+
+    return build
+
+
+def test_a_gradient_replaced_while_it_accumulates_counts_as_one_edited_in_place(tmp_path):
+    """https://github.com/pytorch/pytorch/pull/44344"""
+    rows = mlp_rows(24)
+    edited, _, _ = results(tmp_path / "edited", 2, halving(False), rows, classes_loss, micro_batch=1)
+    replaced, _, _ = results(tmp_path / "replaced", 2, halving(True), rows, classes_loss, micro_batch=1)
+    assert all(torch.equal(replaced[name], edited[name]) for name in edited)
+
+
 def test_user_code_may_detach_replace_or_drop_gradients(tmp_path):
     """Gradients that are views of communication buckets broke when user code touched them.
 
@@ -393,6 +415,9 @@ def test_user_code_may_detach_replace_or_drop_gradients(tmp_path):
     for found in run_ranks(body, 2):
         for name in ways:
             assert all(torch.equal(found[name][key], found["plain"][key]) for key in found[name]), name
+    last, batches, before = results(tmp_path / "again", 2, mlp, rows, classes_loss, optimizer=momentum)
+    assert all(torch.equal(last[key], found["plain"][key]) for key in last)
+    assert error(last, plain(mlp, before, rows, classes_loss, batches, momentum)) < 1e-10
 
 
 def test_bucket_sizes_change_no_bit_of_the_result(tmp_path):
@@ -405,11 +430,11 @@ def test_bucket_sizes_change_no_bit_of_the_result(tmp_path):
 
 def test_a_rank_without_rows_adds_nothing(tmp_path):
     """A short last window leaves ranks without samples, and its padding counts for nothing."""
-    rows = mlp_rows(9)
+    rows = mlp_rows(11)
 
     def loss(output, targets):
         return Loss(classes_loss(output, targets).sum, len(targets))
 
     last, batches, before = results(tmp_path, 4, mlp, Rows(rows.samples), loss, steps=2, micro_batch=2)
-    assert len(batches[1]) == 1
+    assert len(batches[1]) == 3
     assert error(last, plain(mlp, before, rows, loss, batches)) < 1e-10

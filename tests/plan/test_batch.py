@@ -24,6 +24,7 @@ def test_without_a_micro_batch_each_rank_takes_its_share_at_once():
     ("asked", "said"),
     [
         ((10, 2, 3), "use a global batch of 6 or 12"),
+        ((9, 2, 3), "use a global batch of 6 or 12"),
         ((10, None, 4), "use a global batch of 8 or 12"),
         ((3, 1, 4), "use a global batch of 4,"),
         ((0, None, 1), "must be at least 1"),
