@@ -371,12 +371,16 @@ def hooked():
 def halving(replace):
     """A model whose own hooks halve what is accumulated so far, in place or by another tensor."""
 
+    def halve(param):
+        if replace:
+            param.grad = param.grad * 0.5
+        else:
+            param.grad.mul_(0.5)
+
     def build():
         model = mlp()
         for param in model.parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda p: setattr(p, "grad", p.grad * 0.5) if replace else p.grad.mul_(0.5)
-            )
+            param.register_post_accumulate_grad_hook(halve)
         return model
 
     return build
