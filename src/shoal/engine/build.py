@@ -29,6 +29,7 @@ from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
+from shoal.monitor.events import cut_back
 from shoal.monitor.sinks import Sink, Sinks, load_sinks
 from shoal.parallel.replicate.batchnorm import globalise
 from shoal.parallel.replicate.buckets import GradientBuckets
@@ -231,7 +232,7 @@ def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any
     if run.rank == 0:
         notes = record.check_folder(run.out, run.job, run.settings) + notes
         record.write_json(run.out / record.RECORD, told)
-        record.cut_events(run.out, run.step_count)
+        cut_back(run.out, run.step_count)
     dist.barrier()
     sized = run.total_steps
     run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})

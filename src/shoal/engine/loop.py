@@ -40,7 +40,7 @@ def summarise(run: Run, seconds: float) -> dict[str, Any]:
         "out": str(run.out),
         "metrics": found,
         "seconds": seconds,
-        "skipped": run.record.skipped,
+        "skipped": totals.skipped,
         "parts": totals.parts(),
         "stopped": run.stopped,
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 
-import numpy as np
 import torch
+
+from shoal.data.randomness import seed_all as seed_globals
 
 
 def key(*parts: int) -> int:
@@ -18,6 +18,5 @@ def key(*parts: int) -> int:
 def seed_all(*parts: int) -> None:
     """Seed torch, numpy and random from ``parts``."""
     value = key(*parts)
-    torch.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
+    torch.manual_seed(value)  # of every device
+    seed_globals(value)

@@ -15,7 +15,7 @@ from shoal.engine.clock import Laps
 from shoal.engine.settings import MAY_CHANGE, RunSettings
 from shoal.engine.step import StepReport
 from shoal.job import Job
-from shoal.monitor.events import EventLog, cut_back
+from shoal.monitor.events import EventLog
 from shoal.monitor.sinks import Sinks
 from shoal.monitor.summary import RunTotals
 
@@ -83,7 +83,6 @@ class Record:
         self.log = EventLog(out, rank)
         self.sinks = sinks
         self.totals = RunTotals()
-        self.skipped = 0
         self._tell = tell
         self._pending: tuple[StepReport, Laps] | None = None
 
@@ -126,7 +125,7 @@ class Record:
         self.totals.add({"kind": "step", **row})
         self.row("step", **row)
         if not applied:
-            self.skipped += 1
+            self.totals.add({"kind": "skip"})
             self.row("skip", step=report.step, reason=reason)
 
     def close(self) -> None:
@@ -136,11 +135,6 @@ class Record:
         self.log.close()
         for problem in [*self.sinks.problems, *filter(None, [self.log.problem])]:
             self._tell(problem)
-
-
-def cut_events(out: Path, step: int) -> int:
-    """Drop all ranks' rows after ``step``: the resumed run writes them again."""
-    return cut_back(out, step)
 
 
 def memory_bytes() -> int:
