@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from shoal.core.errors import NumericsError
 from shoal.data.loader import Window, eval_micro_batches
 from shoal.engine.forward import as_loss, call, micro_loss
+from shoal.engine.terms import term_counts, term_losses, term_weights
 from shoal.job import Loss
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
     total = torch.cat([sums[name] for name in names])
     dist.all_reduce(total)
     values = total.view(-1, 2).tolist()
-    return {name: value / count if count else float("nan") for name, (value, count) in zip(names, values, strict=True)}
+    means = {name: value / count if count else float("nan") for name, (value, count) in zip(names, values, strict=True)}
+    terms = [mean for name, mean in means.items() if name.startswith("loss/") and not math.isnan(mean)]
+    return means if "loss" in means else {"loss": sum(terms) if terms else float("nan"), **means}
 
 
 def _stop(run: Run) -> bool:
@@ -51,7 +55,13 @@ def _add(run: Run, sums: dict[str, torch.Tensor], micro: Any) -> None:
     run.mark_padding(micro.padding)
     with run.precision.forward():
         output = call(run.model, inputs)
-        found: dict[str, Any] = {"loss": as_loss(run.job.loss(output, targets), micro.samples)}
+        value = run.job.loss(output, targets)
+        counts = term_counts(run, micro)
+        found: dict[str, Any] = (
+            {"loss": as_loss(value, micro.samples)}
+            if counts is None
+            else {f"loss/{name}": loss for name, loss in term_losses(value, counts).items()}
+        )
         found.update(run.job.metrics(output, targets))
     for name, value in found.items():
         if not isinstance(value, Loss):
@@ -66,8 +76,9 @@ def _add(run: Run, sums: dict[str, torch.Tensor], micro: Any) -> None:
 
 def largest_count(run: Run, window: Window) -> float:
     """The largest loss count of a micro-batch in the first of ``window``, over the ranks. Collective."""
+    weights = term_weights(run, window)
     with torch.no_grad():
-        loss, _, _ = micro_loss(run, window.micro_batches[0])
+        loss, _, _ = micro_loss(run, window.micro_batches[0], weights)
     largest = loss.count.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

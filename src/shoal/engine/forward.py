@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.core.errors import NumericsError
 from shoal.data.loader import MicroBatch, Window
 from shoal.engine.randomness import seed_all
+from shoal.engine.terms import combined, term_counts, term_weights
 from shoal.job import Loss
 
 if TYPE_CHECKING:
@@ -29,16 +30,18 @@ class Tally(NamedTuple):
 def forward_backward(run: Run, window: Window, scale: float) -> Tally:
     """Sum loss and count over this rank's micro-batches; gradients of ``scale * loss`` are left in the buckets.
 
-    Collective in its last backward, where gradients are sent, and in forwards with batch normalisation.
+    Collective in its last backward, where gradients are sent, in forwards with batch normalisation, and before the
+    first where the job's loss has several terms.
     """
     loss, count, bad = (torch.zeros((), dtype=torch.float64, device=run.device) for _ in range(3))
     tokens = padded = 0.0
+    weights = term_weights(run, window)
     run.buckets.start_window()
     final = len(window.micro_batches) - 1
     for number, micro in enumerate(window.micro_batches):
         run.buckets.start_backward(last=number == final)
         seed_all(run.settings.seed, window.index, number, run.rank)
-        part, real, full = micro_loss(run, micro)
+        part, real, full = micro_loss(run, micro, weights)
         if not isinstance(part.sum, Tensor) or not part.sum.requires_grad:
             raise NumericsError(
                 "the loss does not depend on any parameter that trains: backward has nothing to do; "
@@ -52,8 +55,12 @@ def forward_backward(run: Run, window: Window, scale: float) -> Tally:
     return Tally(loss, count, bad, tokens, padded)
 
 
-def micro_loss(run: Run, micro: MicroBatch) -> tuple[Loss, float, float]:
-    """The summed loss (masked where the rows are padding), its count as a float64 tensor, and token counts."""
+def micro_loss(run: Run, micro: MicroBatch, weights: dict[str, Tensor] | None) -> tuple[Loss, float, float]:
+    """The summed loss (masked where the rows are padding), its count as a float64 tensor, and token counts.
+
+    ``weights``: the window's, of a loss of several terms.
+    """
+    counts = term_counts(run, micro) if weights else None
     inputs, targets = run.job.inputs(micro.batch)
     real, full = (0.0, 0.0) if micro.padding else count_tokens(inputs)
     inputs, targets = run.precision.place(inputs, run.device), run.precision.place(targets, run.device)
@@ -61,8 +68,8 @@ def micro_loss(run: Run, micro: MicroBatch) -> tuple[Loss, float, float]:
     with run.precision.forward():
         output = call(run.model, inputs)
         value = run.job.loss(output, targets)
-        loss = as_loss(value, micro.samples)
-    if not isinstance(value, Loss):
+        loss = combined(value, counts, weights) if counts and weights else as_loss(value, micro.samples)
+    if isinstance(value, Tensor):
         run.note_once("the loss is a scalar: taken as a mean over the micro-batch's samples, weighted by their number")
     total, count = loss
     if micro.padding:
@@ -85,6 +92,11 @@ def as_loss(value: Any, samples: int) -> Loss:
         total, count = value
     elif isinstance(value, Tensor):
         total, count = value, samples
+    elif isinstance(value, dict):
+        raise NumericsError(
+            f"the loss returned the terms {', '.join(map(str, value))}; write counts(inputs, targets) -> "
+            "{term: count} in the job, so that each is divided by its own count over the global batch"
+        )
     else:
         raise NumericsError(
             f"the loss returned {type(value).__name__}; return shoal.Loss(sum, count) or a scalar tensor (a mean)"

@@ -28,6 +28,14 @@ class Job(BaseModel):
         """``shoal.Loss(sum, count)``, or a scalar: then a mean over the micro-batch's samples."""
         raise NotImplementedError
 
+    def counts(self, inputs: Any, targets: Any) -> dict[str, Any] | None:
+        """The count of each term of a loss of several terms, by name; None: the loss has one term.
+
+        The step's loss is then the sum over terms of (sum of its sums) / (sum of its counts) over the global batch, and
+        ``loss`` returns {term: sum}, each a scalar tensor, with the same names. A term without any item counts as 0.
+        """
+        return None
+
     def optimizer(self, model: Any) -> Any:
         """Any ``torch.optim`` optimizer over the model's named parameters."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ from shoal.launch.stop import STOP
 from shoal.launch.worker import open_beats, watch_joined
 from shoal.launch.world import World, find_world, join, leave
 
-PARTS = ("model", "data", "loss", "optimizer", "lr_schedule", "eval_data", "metrics", "collate", "inputs")
+PARTS = ("model", "data", "loss", "optimizer", "lr_schedule", "eval_data", "metrics", "counts", "collate", "inputs")
 
 
 class Parts(Job):
@@ -52,6 +52,10 @@ class Parts(Job):
         found = self._parts.get("metrics")
         return found(output, targets) if found else {}
 
+    def counts(self, inputs: Any, targets: Any) -> dict[str, Any] | None:
+        found = self._parts.get("counts")
+        return found(inputs, targets) if found else None
+
     def inputs(self, batch: Any) -> tuple[Any, Any]:
         found = self._parts.get("inputs")
         return found(batch) if found else super().inputs(batch)
@@ -68,9 +72,9 @@ def prepare(job: Job | None = None, *, on_note: Callable[[str], None] | None = N
     """A run for a loop of your own, in this process or in the world that torchrun or SLURM set up. Collective.
 
     Give a ``job``, or its parts: ``model`` (an ``nn.Module``), ``data``, ``loss``, ``optimizer`` (built over that
-    model), and if wanted ``lr_schedule``, ``eval_data``, ``metrics``, ``collate``, ``inputs``. The other keywords are
-    run settings (``global_batch``, ``steps``, ``epochs``, ``out``, ``precision``, ...). The parts are trained in
-    place. SIGTERM and Ctrl-C end ``run.windows()`` after the step under way. Raises ConfigError.
+    model), and if wanted ``lr_schedule``, ``eval_data``, ``metrics``, ``counts``, ``collate``, ``inputs``. The other
+    keywords are run settings (``global_batch``, ``steps``, ``epochs``, ``out``, ``precision``, ...). The parts are
+    trained in place. SIGTERM and Ctrl-C end ``run.windows()`` after the step under way. Raises ConfigError.
     """
     parts = {name: given.pop(name) for name in PARTS if name in given}
     unknown = [name for name in given if name not in RunSettings.model_fields]
