@@ -1,0 +1,51 @@
+"""Tensors inside what models take and return: tensors, tuples, lists, dicts and dataclasses, nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in ``value``, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with each tensor changed; containers are new where a tensor lies in them, and of the same class."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if next(tensors(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return _refilled(value, {key: mapped(change, part) for key, part in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(change, part) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(change, part) for part in value)
+    made = copy.copy(value)
+    for field in dataclasses.fields(value):
+        object.__setattr__(made, field.name, mapped(change, getattr(value, field.name)))
+    return made
+
+
+def _refilled(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
+    """A dict of ``value``'s class: some (a model's output that is a dataclass and a dict in one) keep both in step."""
+    made = copy.copy(value)
+    for key, part in parts.items():
+        made[key] = part
+    return made
