@@ -9,6 +9,7 @@ computed on every stage from the inputs, which all stages have, so it never cros
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
+from shoal.blueprint.structures import mapped, tensors
 from shoal.core.errors import ModelError
-from shoal.parallel.structures import mapped, tensors
 
 
 class Event(NamedTuple):
@@ -75,11 +76,8 @@ class Skeleton:
         (None unless the span reaches the end)."""
         part = _Part(recording, span, received)
         result = None
-        with _active(part):
-            try:
-                result = mapped(part.real, self.model(*args, **kwargs))
-            except _LeaveForward:
-                pass
+        with _active(part), contextlib.suppress(_LeaveForward):
+            result = mapped(part.real, self.model(*args, **kwargs))
         return part.known, result
 
     def fake_of(self, tensor: Tensor) -> Tensor:
@@ -169,7 +167,7 @@ def _call(module: nn.Module, path: str, compiled: Callable[..., Any] | None, *ar
 
 
 class _Pass(TorchFunctionMode):
-    """One forward. Values that depend on a parameter have numbers, by the identity of the tensor that stands for them."""
+    """One forward. Values that depend on a parameter have numbers, by the identity of what stands for them."""
 
     def __init__(self) -> None:
         super().__init__()

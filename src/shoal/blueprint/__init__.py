@@ -1,0 +1,1 @@
+"""What a model is, as plain values: traced once, then asked by everything that plans."""

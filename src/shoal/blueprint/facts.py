@@ -1,0 +1,118 @@
+"""The blueprint: a model's operations, values and parameters as a value without torch in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from shoal.core.settings import Settings
+
+
+class Value(NamedTuple):
+    """A tensor that an operation gives, or an input. ``of_model``: depends on a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    of_model: bool
+
+
+class Parameter(NamedTuple):
+    """A parameter (or, with ``trains`` false, a frozen one or a buffer). ``ties``: its other names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    trains: bool
+    buffer: bool
+    ties: tuple[str, ...]
+
+
+class Operation(NamedTuple):
+    """One call of a torch function, as the model's code makes it: attention and norms are single operations.
+
+    ``arguments`` and ``keywords``: as given, a tensor as ``Ref``. ``flops``: of the forward, a multiply-add counts two
+    (as torch.utils.flop_counter). ``moved_bytes``: read and written. ``kept_bytes``: newly kept for backward by
+    autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out.
+    """
+
+    name: str
+    module: str
+    reads: tuple[int, ...]
+    parameters: tuple[str, ...]
+    gives: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    in_place: bool
+    flops: int
+    moved_bytes: int
+    kept_bytes: int
+
+
+class Ref(NamedTuple):
+    """A tensor among an operation's arguments: a value's number, or a parameter's (or buffer's) name."""
+
+    of: int | str
+
+
+class Blueprint(Settings):
+    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class."""
+
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    modules: dict[str, str]
+    samples: int
+
+    def within(self, path: str) -> Iterator[Operation]:
+        """The operations of the module ``path`` and of those below it, in order."""
+        return (operation for operation in self.operations if inside(operation.module, path))
+
+    def flops(self, path: str = "") -> int:
+        """Forward FLOPs of a module."""
+        return sum(operation.flops for operation in self.within(path))
+
+    def kept_bytes(self, path: str = "") -> int:
+        """Bytes that a module's forward keeps for backward."""
+        return sum(operation.kept_bytes for operation in self.within(path))
+
+    def parameter_bytes(self, path: str = "") -> int:
+        """Bytes of a module's parameters, buffers left out, tied ones once."""
+        return sum(p.bytes for p in self.parameters if not p.buffer and any(inside(n, path) for n in (p.name, *p.ties)))
+
+    @cached_property
+    def parameter(self) -> dict[str, Parameter]:
+        """Parameters and buffers by each of their names."""
+        return {name: p for p in self.parameters for name in (p.name, *p.ties)}
+
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """For each value, the numbers of the operations that read it."""
+        found: dict[int, list[int]] = {}
+        for number, operation in enumerate(self.operations):
+            for value in operation.reads:
+                found.setdefault(value, []).append(number)
+        return {value: tuple(numbers) for value, numbers in found.items()}
+
+    @cached_property
+    def maker(self) -> dict[int, int]:
+        """For each value that an operation gives, that operation's number."""
+        return {value: number for number, operation in enumerate(self.operations) for value in operation.gives}
+
+
+def inside(path: str, of: str) -> bool:
+    """Whether a module's path (or a parameter's name) is ``of`` or lies below it."""
+    return not of or path == of or path.startswith(of + ".")
+
+
+def refs(value: Any) -> Iterable[Ref]:
+    """Every tensor among an operation's arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from refs(part)

@@ -1,0 +1,211 @@
+"""model -> Blueprint: one forward on fake tensors, watched where the model's code calls torch.
+
+Watching torch's own functions rather than exporting a graph keeps the model live (any Python, any structure of inputs
+and outputs), and gives attention, norms and losses as the single operations that the code asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.blueprint.facts import Blueprint, Operation, Parameter, Ref, Value
+from shoal.blueprint.structures import mapped, tensors
+from shoal.core.errors import ModelError
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int = 1) -> Blueprint:
+    """The blueprint of ``model`` (in its present mode, train or eval) for one micro-batch of ``samples``.
+
+    Nothing is computed; parameters may be on any device, also meta. Raises ModelError naming the module that needs
+    data.
+    """
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes:
+        held = {name: _fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    watcher = _Watcher(model, held)
+    fake_args, fake_kwargs = watcher.taken(fakes, args), watcher.taken(fakes, kwargs)
+    paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, _: watcher.enter(paths.get(id(module)))),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, *_: watcher.leave(paths.get(id(module))), always_call=True
+        ),
+    ]
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.autograd.graph.saved_tensors_hooks(watcher.kept, lambda tensor: tensor),
+            watcher.flop_counter,
+            fakes,
+            watcher,
+        ):
+            result = functional_call(model, held, fake_args, fake_kwargs)
+    except Exception as error:
+        where = f"module {watcher.stack[-1] or type(model).__name__!r} ({type(model).__name__})"
+        raise ModelError(
+            f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}; keep values of tensors out of the control flow"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Blueprint(
+        values=tuple(watcher.values), operations=tuple(watcher.operations), parameters=tuple(_parameters(model)),
+        inputs=tuple(watcher.inputs), outputs=tuple(watcher.numbers[id(t)] for t in tensors(result)),
+        modules={path: type(module).__name__ for path, module in model.named_modules()}, samples=samples,
+    )  # fmt: skip
+
+
+class _Watcher(TorchFunctionMode):
+    """Turns each call of a torch function into an Operation."""
+
+    def __init__(self, model: nn.Module, held: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(tensor): name for name, tensor in held.items()}
+        self.parameter_storages = {_storage(tensor) for tensor in held.values()}
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.inputs: list[int] = []
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Tensor] = list(held.values())
+        self.stack: list[str] = [""]
+        self.flop_counter = FlopCounterMode(display=False)
+        self.counted_flops = 0
+        self.kept_storages: set[int] = set()
+        self.newly_kept = 0
+
+    def enter(self, path: str | None) -> None:
+        self.stack.append(self.stack[-1] if path is None else path)
+
+    def leave(self, path: str | None) -> None:
+        self.stack.pop()
+
+    def taken(self, fakes: FakeTensorMode, value: Any) -> Any:
+        """The model's inputs as fake tensors."""
+
+        def take(tensor: Tensor) -> Tensor:
+            fake = fakes.from_tensor(tensor)
+            self.inputs.append(self.number(fake, False))
+            return fake
+
+        return mapped(take, value)
+
+    def number(self, tensor: Tensor, of_model: bool) -> int:
+        """A new value."""
+        self.numbers[id(tensor)] = len(self.values)
+        self.alive.append(tensor)
+        self.values.append(Value(tuple(tensor.shape), _dtype(tensor), tensor.numel() * tensor.element_size(), of_model))
+        return self.numbers[id(tensor)]
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps a tensor for backward."""
+        storage = _storage(tensor)
+        if storage not in self.kept_storages and storage not in self.parameter_storages:
+            self.kept_storages.add(storage)
+            self.newly_kept += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = _name(func)
+        written = args[0] if args and isinstance(args[0], Tensor) and (result is args[0] or name == "setitem") else None
+        if written is None and not any(True for _ in tensors(result)):
+            return result
+        given = [written] if written is not None else list(tensors(result))
+        if written is None and all(id(t) in self.numbers or id(t) in self.names for t in given):
+            return result  # handed through (contiguous of what is, to of the same dtype)
+        self.record(name, args, kwargs, given, written is not None)
+        return result
+
+    def record(self, name: str, args: Any, kwargs: Any, given: list[Tensor], in_place: bool) -> None:
+        taken = list(tensors((args, kwargs)))
+        for tensor in taken:
+            if id(tensor) not in self.numbers and id(tensor) not in self.names:
+                self.number(tensor, False)  # made outside torch's functions: a constant
+        reads = tuple(self.numbers[id(t)] for t in taken if id(t) in self.numbers)
+        parameters = tuple(self.names[id(t)] for t in taken if id(t) in self.names)
+        arguments, keywords = self.plain(tuple(args)), tuple((key, self.plain(v)) for key, v in kwargs.items())
+        of_model = any(isinstance(t, nn.Parameter) for t in taken) or any(self.values[n].of_model for n in reads)
+        gives = tuple(self.number(tensor, of_model) for tensor in given)
+        flops = self.flop_counter.get_total_flops()
+        if name == "scaled_dot_product_attention" and flops == self.counted_flops:
+            self.counted_flops -= _attention_flops(*(t.shape for t in taken[:3]))  # a kernel that the counter lacks
+        moved = sum(t.numel() * t.element_size() for t in (*taken, *given))
+        self.operations.append(Operation(
+            name, self.stack[-1], reads, parameters, gives, arguments, keywords, in_place,
+            flops - self.counted_flops, moved, self.newly_kept,
+        ))  # fmt: skip
+        self.counted_flops, self.newly_kept = flops, 0
+
+    def plain(self, value: Any) -> Any:
+        """An argument without torch in it."""
+        if isinstance(value, Tensor):
+            return Ref(self.numbers[id(value)] if id(value) in self.numbers else self.names[id(value)])
+        if isinstance(value, tuple | list):
+            return tuple(self.plain(part) for part in value)
+        if isinstance(value, dict):
+            return tuple((key, self.plain(part)) for key, part in value.items())
+        if isinstance(value, slice):
+            return ("slice", value.start, value.stop, value.step)
+        if value is Ellipsis:
+            return ("ellipsis",)
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return value if isinstance(value, int | float | str | bool | type(None)) else str(value)
+
+
+#: Python's operators on tensors under torch's names.
+_OPERATORS = {"truediv": "div", "matmul": "matmul", "rmatmul": "matmul", "rsub": "sub", "radd": "add", "rmul": "mul"}
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """``linear``, ``view``, ``add``, ...: the function's own name, in-place forms and operators as the plain one."""
+    name = (resolve_name(func) or getattr(func, "__name__", str(func))).rpartition(".")[2]
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = name[1:] if name.startswith("i") and name[1:] in ("add", "sub", "mul", "truediv") else name
+    name = name if name == "_" else name.rstrip("_")
+    return _OPERATORS.get(name, name)
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Of q k^T and of its product with v, (..., T, D) each; masked parts counted too, as torch's counter does."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _parameters(model: nn.Module) -> list[Parameter]:
+    names: dict[int, list[str]] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    first = {id(tensor): tensor for _, tensor in tensors}
+    return [
+        Parameter(
+            all_names[0], tuple(first[key].shape), _dtype(first[key]), first[key].numel() * first[key].element_size(),
+            first[key].requires_grad, not isinstance(first[key], nn.Parameter), tuple(all_names[1:]),
+        )
+        for key, all_names in names.items()
+    ]  # fmt: skip
