@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 PIPELINES = (2, 3, 4, 8)
 CHUNKS = (1, 2, 3)
-MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24)
+MICRO_BATCHES = (1, 2, 3, 4, 5, 8, 10, 12, 16, 18)
 CELLS = [
     (name, pipeline, chunks, micro_batches)
     for name, pipeline, chunks, micro_batches in itertools.product(SCHEDULES, PIPELINES, CHUNKS, MICRO_BATCHES)

@@ -18,11 +18,11 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 class Mesh(Settings):
     """How many ranks stand along each axis; their product is the world."""
 
-    pipeline: int = Field(1, ge=1, description="ranks that hold consecutive parts of the model")
-    replicate: int = Field(1, ge=1, description="copies of the weights, each for its own samples")
-    shard: int = Field(1, ge=1, description="ranks that share out one copy's storage, each for its own samples")
-    context: int = Field(1, ge=1, description="ranks that share out the positions of one sequence")
-    tensor: int = Field(1, ge=1, description="ranks that share out the arithmetic of each layer")
+    pipeline: int = Field(default=1, ge=1, description="ranks that hold consecutive parts of the model")
+    replicate: int = Field(default=1, ge=1, description="copies of the weights, each for its own samples")
+    shard: int = Field(default=1, ge=1, description="ranks that share out one copy's storage, each for its own samples")
+    context: int = Field(default=1, ge=1, description="ranks that share out the positions of one sequence")
+    tensor: int = Field(default=1, ge=1, description="ranks that share out the arithmetic of each layer")
 
     @classmethod
     def parse(cls, values: str | Mapping[str, Any], where: str = "mesh", workers: int | None = None) -> Self:

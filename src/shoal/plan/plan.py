@@ -24,27 +24,27 @@ Role = Literal["column", "row", "vocabulary", "packed-column", "head-wise", "rep
 class Plan(Settings):
     """How to run a job: everything that is decided before the first step. ``check`` says what does not fit together."""
 
-    mesh: Mesh = Field(Mesh(), description="ranks along each axis")
-    schedule: ScheduleName | None = Field(None, description="order of forwards and backwards in the pipeline")
-    chunks: int = Field(1, ge=1, description="parts of the model that each rank of the pipeline holds")
+    mesh: Mesh = Field(default=Mesh(), description="ranks along each axis")
+    schedule: ScheduleName | None = Field(default=None, description="order of forwards and backwards in the pipeline")
+    chunks: int = Field(default=1, ge=1, description="parts of the model that each rank of the pipeline holds")
     cuts: tuple[str, ...] = Field(
-        (), description="path of the first module of every stage but the first (empty: by balance)"
+        default=(), description="path of the first module of every stage but the first (empty: by balance)"
     )
-    roles: dict[str, Role] = Field({}, description="tensor roles by name pattern, in place of the derived ones")
-    sequence_parallel: bool = Field(False, description="between tensor regions, share out the positions too")
+    roles: dict[str, Role] = Field(default={}, description="tensor roles by name pattern, in place of the derived ones")
+    sequence_parallel: bool = Field(default=False, description="between tensor regions, share out the positions too")
     shard_level: Literal[1, 2, 3] = Field(
-        3,
+        default=3,
         description="what is sharded: 1 optimizer, 2 also gradients, 3 also weights outside of their use",
     )
-    recompute: Recompute = Field("none", description="activations computed anew in backward instead of kept")
-    cpu_offload: bool = Field(False, description="keep sharded weights, gradients and optimizer in host memory")
-    precision: Precision = Field("fp32", description="compute precision; weights and optimizer stay float32")
+    recompute: Recompute = Field(default="none", description="activations computed anew in backward instead of kept")
+    cpu_offload: bool = Field(default=False, description="keep sharded weights, gradients and optimizer in host memory")
+    precision: Precision = Field(default="fp32", description="compute precision; weights and optimizer stay float32")
     global_batch: int = Field(ge=1, description="samples in one optimizer step, over all ranks")
     micro_batch: int = Field(ge=1, description="samples per rank in one forward and backward")
     accumulation: int = Field(ge=1, description="micro-batches per rank and step")
-    clip: float | None = Field(None, gt=0, description="largest global gradient norm (default: no clipping)")
-    bucket_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MB")
-    model: str | None = Field(None, description="fingerprint of the model that it was made for (default: any)")
+    clip: float | None = Field(default=None, gt=0, description="largest global gradient norm (default: no clipping)")
+    bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket, MB")
+    model: str | None = Field(default=None, description="fingerprint of the model that it was made for (default: any)")
 
     @property
     def stages(self) -> int:
