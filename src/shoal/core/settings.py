@@ -45,6 +45,8 @@ def _fault(cls: type[BaseModel], where: str, item: Any) -> str:
     path = ".".join(str(part) for part in item["loc"]) or cls.__name__
     field = cls.model_fields.get(str(item["loc"][0])) if item["loc"] else None
     expected = f" (expected {_type_name(field.annotation)})" if field is not None else ""
+    if item["type"] == "missing":
+        return f"{where}: {path}{expected} is missing; give it a value"
     return f"{where}: {path} = {item['input']!r}{expected}: {item['msg']}"
 
 

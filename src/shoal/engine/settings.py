@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.core.settings import Settings
-
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+from shoal.plan.plan import Precision
 
 
 class RunSettings(Settings):
