@@ -86,6 +86,7 @@ class WholeReader:
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings
+        _refuse_pad(settings)
         notes.append(
             "iterable data without shard and state_dict: each worker reads all of it and keeps its rows; "
             "a resumed run reads again from the start"
@@ -157,6 +158,7 @@ class SplitReader:
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings
+        _refuse_pad(settings)
         shards = getattr(dataset, "num_shards", None)
         if isinstance(shards, int) and shards < settings.ranks:
             raise DataError(
@@ -270,6 +272,15 @@ def json_state(state: Any) -> Any:
             f"the data's state_dict() was asked for its position, but gave what JSON cannot hold ({error}); "
             "return numbers, strings, lists and dicts"
         ) from None
+
+
+def _refuse_pad(settings: DataSettings) -> None:
+    """Raises DataError: filling a window up takes samples from the front, which a stream has left behind."""
+    if settings.short_windows == "pad":
+        raise DataError(
+            "short windows padded with repeated samples were asked for, but iterable data cannot go back to its first "
+            "samples; use short windows as they are ('use'), or map-style data"
+        )
 
 
 def _tell_epoch(dataset: Any, epoch: int) -> None:

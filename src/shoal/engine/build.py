@@ -22,6 +22,7 @@ from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.meet import meet
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.randomness import seed_all
@@ -78,7 +79,7 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
     schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
     optimizer.built = optimizer.describe()
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
-    dist.barrier()
+    meet("once model, data and optimizer are made")
     run = Run(
         job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, model=model, norms=norms,
         buckets=GradientBuckets(trained, int(settings.bucket_mb * 2**20)), optimizer=optimizer, schedule=schedule,
@@ -233,7 +234,7 @@ def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any
         notes = record.check_folder(run.out, run.job, run.settings) + notes
         record.write_json(run.out / record.RECORD, told)
         cut_back(run.out, run.step_count)
-    dist.barrier()
+    meet("once the run's record is written")
     sized = run.total_steps
     run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})
     for text in notes:

@@ -54,14 +54,23 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, size, restart, launched=env.get("SHOAL_LAUNCHED") == "1")
 
 
-def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) -> torch.device:
+def join(
+    world: World, device: str | torch.device, timeout_s: float = 1800.0, debug_collectives: bool = False
+) -> torch.device:
     """Make the process group of ``world``, of one rank too, so that every collective exists; returns this
     rank's device. Collective.
 
-    Raises LaunchError when the world cannot be joined, ConfigError for a device that is not there."""
+    ``debug_collectives``: torch compares kind, shape and type of each collective call over all ranks before it
+    runs, and where they differ raises on every rank, naming both. Raises LaunchError when the world cannot be
+    joined, ConfigError for a device that is not there."""
     kind = torch.device(device).type
     place = torch.device("cuda", world.local_rank) if kind == "cuda" else torch.device("cpu")
     if dist.is_initialized():
+        if debug_collectives and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+            raise ConfigError(
+                "debug_collectives was asked for, but the process group is there already and does not check its "
+                "calls; leave init_process_group out, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before it"
+            )
         return place
     if kind == "cuda":
         found = torch.cuda.device_count()
@@ -71,6 +80,8 @@ def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) ->
                 f"start at most {found} workers per machine or set device=cpu"
             )
         torch.cuda.set_device(world.local_rank)
+    if debug_collectives:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # groups made from now on check every call
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "MASTER_ADDR" not in os.environ and world.size == 1:
@@ -104,7 +115,7 @@ def _slurm_rendezvous() -> None:
             "start with torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
     os.environ["MASTER_ADDR"] = first_node(nodes)
-    job = int(os.environ.get("SLURM_JOB_ID", "0"))
+    job = _integer(os.environ, "SLURM_JOB_ID", "0")
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
 
 
