@@ -8,6 +8,7 @@ from tests.small_jobs import classes_loss, job, mlp, mlp_rows, sgd, start, weigh
 
 from shoal import Loss
 from shoal.checkpoint.reader import Reader, newest_good
+from shoal.core.errors import DataError
 
 pytestmark = pytest.mark.ranks
 
@@ -53,6 +54,20 @@ def test_a_batch_that_is_bad_on_one_rank_is_skipped_by_all_together(tmp_path, ba
     assert [applied for _, applied in first] == [number != 2 or bad != "not a number" for number in range(6)]
     assert bad == "not a number" or [count for count, _ in first] == [2, 2, 1, 2, 2, 2]
     assert all(torch.equal(end_0[name], end_1[name]) and end_0[name].isfinite().all() for name in end_0)
+
+
+def test_data_of_another_length_on_one_rank_is_refused_before_the_first_step(tmp_path):
+    """https://github.com/huggingface/accelerate/issues/2258"""
+
+    def body(rank):
+        made = job(model=mlp, data=mlp_rows(12 - rank), loss=classes_loss)
+        with pytest.raises(DataError) as caught:
+            start(made, tmp_path, epochs=1, global_batch=2)
+        return str(caught.value)
+
+    for said in run_ranks(body, 2, timeout_s=30):
+        assert "ranks 0 and 1 were given different data: 12 samples on rank 0 and 11 samples on rank 1" in said
+        assert "give the whole data on every rank" in said
 
 
 def test_shards_of_unequal_length_end_at_the_same_step_on_all_ranks(tmp_path):

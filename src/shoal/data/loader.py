@@ -31,6 +31,11 @@ class Windows:
         """Windows of one epoch; None where the data set does not tell its length."""
         return self._reader.windows_per_epoch
 
+    @property
+    def identity(self) -> str:
+        """What of the data must be the same on all ranks, for a person."""
+        return self._reader.identity
+
     def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None = None) -> Iterator[Window]:
         """Windows ``first`` to ``stop`` (None: no end but the data's); ``state`` is from there."""
         self.close()
@@ -67,6 +72,7 @@ class _MapReader:
         self._dataset = dataset
         self._settings = settings
         self._size = _sized(dataset)
+        self.identity = f"{self._size} samples"
         self._order = Order(self._size, settings.seed)
         self.windows_per_epoch: int = _windows_per_epoch(self._size, settings, notes)
 

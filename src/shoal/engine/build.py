@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.checkpoint.reader import Reader, newest_good
 from shoal.checkpoint.writer import Writer
-from shoal.core.errors import CheckpointError, ConfigError, ModelError
+from shoal.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
@@ -94,6 +94,7 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
             notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
     check_same_model(model)
+    check_same_data(source)
     _start_record(run, place, notes + source.notes + _told(skipped, found), batch._asdict())
     if settings.compile:
         model.compile()
@@ -204,6 +205,18 @@ def check_same_model(model: nn.Module) -> None:
     if any(not _equal(other[2], every[0][2]) for other in every):
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)  # own randomness in model(): rank 0's weights hold
+
+
+def check_same_data(source: Windows) -> None:
+    """Collective. All ranks must have been given the same whole data. Raises DataError naming the difference."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, source.identity)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise DataError(
+                f"ranks 0 and {rank} were given different data: {every[0]} on rank 0 and {other} on rank {rank}; give "
+                "the whole data on every rank (it is split over them later), and shuffle with the same seed"
+            )
 
 
 def _equal(a: list[float], b: list[float]) -> bool:
