@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.core.errors import ConfigError, LaunchError
 from shoal.launch.train import _workers
@@ -89,6 +90,24 @@ def test_an_address_where_nobody_listens_is_named(alone, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(LaunchError, match=f"rank 1 of 2 could not join the world at 127.0.0.1:{port}: .*; check that"):
         join(World(1, 1, 2, 0, launched=False), "cpu", timeout_s=0.5)
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_ranks_that_do_not_come_to_the_meeting_point_are_named(alone, monkeypatch, agent):
+    """https://github.com/pytorch/pytorch/issues/52876 https://github.com/pytorch/pytorch/pull/55010"""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    else:
+        del store
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(LaunchError, match=r"rank 0 of 4 waited 0.5 s .* but ranks 1, 2, 3 of 4 did not come: look at"):
+        join(World(0, 0, 4, 0, launched=False), "cpu", timeout_s=0.5)
+    monkeypatch.setenv("MASTER_PORT", "")
+    with pytest.raises(LaunchError, match="variable MASTER_PORT should be a whole number, found ''"):
+        join(World(0, 0, 4, 0, launched=False), "cpu", timeout_s=0.5)
 
 
 def test_a_list_of_nodes_that_makes_no_sense_is_refused():

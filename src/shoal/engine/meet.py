@@ -10,25 +10,35 @@ import torch.distributed as dist
 from shoal.core.errors import RankMismatch
 
 
+def leave_word(store: Any, where: str, rank: int, ranks: int) -> list[str]:
+    """Say in ``store`` that this rank has come to ``where``; returns the keys of all ranks' word."""
+    turn = store.add(f"shoal/{where}/{rank}", 1)
+    keys = [f"shoal/{where}/{other}/{turn}" for other in range(ranks)]
+    store.set(keys[rank], "here")
+    return keys
+
+
+def missing(store: Any, keys: list[str]) -> str:
+    """The ranks that have left no word, as ``ranks 1, 3 of 4``; empty where all have."""
+    late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} of {len(keys)}" if late else ""
+
+
 def meet(where: str, timeout_s: float = 1800.0) -> None:
     """Collective. Wait for all ranks. Raises RankMismatch naming the missing ones, on every rank that came.
 
-    A bare barrier tells at most that it timed out; each rank leaves word in the store before it waits.
+    A bare barrier tells at most that it timed out, so each rank leaves word in the store before it waits.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     store: Any = dist.distributed_c10d._get_default_store()
-    turn = store.add(f"shoal/meet/{where}/{rank}", 1)
-    keys = [f"shoal/meet/{where}/{other}/{turn}" for other in range(ranks)]
-    store.set(keys[rank], "here")
+    keys = leave_word(store, f"meet {where}", dist.get_rank(), dist.get_world_size())
     try:
         dist.barrier(async_op=True).wait(timedelta(seconds=timeout_s))  # type: ignore[union-attr]
     except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        if not missing:
+        late = missing(store, keys)
+        if not late:
             raise
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {ranks}"
         raise RankMismatch(
-            f"all ranks were to meet {where}, but {names} did not come in {timeout_s:g} s "
+            f"all ranks were to meet {where}, but {late} did not come in {timeout_s:g} s "
             f"({str(error).strip().splitlines()[0]}); look at what those ranks do before it: "
             "model(), data() and optimizer() must end on every rank"
         ) from error

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.core.errors import ConfigError, LaunchError
+from shoal.engine.meet import leave_word, missing
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def join(
     if "MASTER_ADDR" not in os.environ:
         _slurm_rendezvous()
     try:
-        dist.init_process_group(backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout)
+        store = _store(world, timeout)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (dist.DistError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
@@ -98,6 +100,28 @@ def join(
             "check that this address is reachable and its port free"
         ) from error
     return place
+
+
+def _store(world: World, timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR, when all ranks have come to it. Raises LaunchError naming those that have not.
+
+    As torch's env:// makes it, but that one tells at most how many came."""
+    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    port = _integer(os.environ, "MASTER_PORT")
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], port, world.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
+    )
+    keys = leave_word(store, "join", world.rank, world.size)
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        if late := missing(store, keys):
+            raise LaunchError(
+                f"rank {world.rank} of {world.size} waited {timeout.total_seconds():g} s for the others, but {late} "
+                "did not come: look at what those ranks say, and whether they can reach "
+                f"{os.environ['MASTER_ADDR']}:{port}"
+            ) from None
+    return dist.PrefixStore("default_pg", store)
 
 
 def leave() -> None:
