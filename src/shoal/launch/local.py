@@ -75,7 +75,6 @@ def run_workers(
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "elastic", ignore_errors=True)  # of a launcher killed while it started workers
     _silence_elastic()
     restart = 0
     with _listening() as asked:
@@ -144,7 +143,7 @@ class _Attempt:
             for number in _SIGNALS:  # elastic has set its own
                 signal.signal(number, asked)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_SIGNALS))
-            shutil.rmtree(logs.root_log_dir, ignore_errors=True)  # nothing is redirected; a kill must not leave it
+            shutil.rmtree(logs.root_log_dir, ignore_errors=True)  # holds nothing, also no killed launcher's
         self._pids = context.pids()
         return context
 
