@@ -1,6 +1,7 @@
 """Windows of map-style data: which samples, whose randomness, what is reported."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -61,6 +62,10 @@ def test_padded_windows_are_full_and_the_same_for_any_workers_and_after_a_resume
     """https://github.com/pytorch/pytorch/pull/41171."""
     alone = read(Ids(size), 0, 6, global_batch=8, short_windows="pad")[0]
     assert all(window.global_samples == len(ids_of([window])) == 8 for window in alone)
+    for epoch in range(alone[-1].epoch + 1):
+        drawn = ids_of([window for window in alone if window.epoch == epoch])
+        assert sorted(drawn[:size]) == list(range(size))
+        assert drawn[size:] == [drawn[i % size] for i in range(len(drawn) - size)]
     for ranks, micro, workers in ((2, 2, 0), (4, 1, 0), (2, 4, 1)):
         more = {"global_batch": 8, "short_windows": "pad", "micro_batch": micro, "loader_workers": workers}
         for first in (0, 1, 3):
@@ -148,6 +153,13 @@ def test_user_code_runs_under_the_default_dtype(workers):
     window = read(Made(8), 0, 1, default_dtype=torch.float64, loader_workers=workers)[0][0]
     assert window.micro_batches[0].batch.dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_without_a_gpu_gives_no_warning(workers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read(Ids(8), 0, 2, loader_workers=workers)[0]) == 2
 
 
 def test_data_that_cannot_serve_is_refused():

@@ -130,6 +130,7 @@ def watch_joined(out: Path, world: World, beats: Beats, watch: Watch | None = No
                 print(describe(found, slots, states), file=sys.stderr)
             print(f"rank {world.rank}'s stack:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            time.sleep(watch.stacks_s)  # the others tell their stacks too: the first end takes all down
             _end(1)
 
     threading.Thread(target=look, name="shoal-watch", daemon=True).start()
