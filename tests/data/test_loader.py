@@ -1,6 +1,7 @@
 """Windows of map-style data: which samples, whose randomness, what is reported."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def test_evaluation_counts_each_sample_once_and_a_rank_may_have_none(size, ranks
 
 
 def test_uneven_data_is_used_or_dropped_as_asked_and_said():
-    """https://github.com/pytorch/pytorch/pull/41171."""
+    """https://github.com/pytorch/pytorch/pull/41171
+    and https://github.com/Lightning-AI/pytorch-lightning/issues/5060."""
     used = Windows(Ids(10), settings(global_batch=4))
     assert used.windows_per_epoch == 3
     assert sorted(ids_of(used.iterate(0, 3))) == list(range(10))
@@ -45,6 +47,34 @@ def test_uneven_data_is_used_or_dropped_as_asked_and_said():
     dropped = Windows(Ids(10), settings(global_batch=4, short_windows="drop"))
     assert len(set(ids_of(dropped.iterate(0, dropped.windows_per_epoch)))) == 8
     assert dropped.notes == ["2 of 10 samples are dropped each epoch (others each time)"]
+    per_rank = read(Ids(10), 0, 3, 4, global_batch=4, micro_batch=1, short_windows="pad")
+    drawn = [sample for windows in per_rank for sample in ids_of(windows)]
+    assert len(drawn) == 12 and sorted(set(drawn)) == list(range(10))
+    assert sum(drawn.count(sample) == 2 for sample in range(10)) == 2
+    padded = Windows(Ids(10), settings(global_batch=4, short_windows="pad"))
+    assert padded.notes == [
+        "10 samples: 2 are repeated in the last window of each epoch to fill it up to 4 (others each time)"
+    ]
+
+
+@pytest.mark.parametrize("size", [10, 3, 12])
+def test_padded_windows_are_full_and_the_same_for_any_workers_and_after_a_resume(size):
+    """https://github.com/pytorch/pytorch/pull/41171."""
+    alone = read(Ids(size), 0, 6, global_batch=8, short_windows="pad")[0]
+    assert all(window.global_samples == len(ids_of([window])) == 8 for window in alone)
+    for epoch in range(alone[-1].epoch + 1):
+        drawn = ids_of([window for window in alone if window.epoch == epoch])
+        assert sorted(drawn[:size]) == list(range(size))
+        assert drawn[size:] == [drawn[i % size] for i in range(len(drawn) - size)]
+    for ranks, micro, workers in ((2, 2, 0), (4, 1, 0), (2, 4, 1)):
+        more = {"global_batch": 8, "short_windows": "pad", "micro_batch": micro, "loader_workers": workers}
+        for first in (0, 1, 3):
+            groups = zip(*read(Ids(size), first, 6, ranks, **more), strict=True)
+            found = [sorted(sample for window in group for sample in ids_of([window])) for group in groups]
+            assert found == [sorted(ids_of([window])) for window in alone[first:]]
+    assert not any(micro.padding for window in alone for micro in window.micro_batches)
+    full = Windows(Ids(8), settings(short_windows="pad"))
+    assert full.notes == [] and full.windows_per_epoch == 1
 
 
 def test_the_order_ignores_each_ranks_own_global_seed():
@@ -59,7 +89,8 @@ def test_the_order_ignores_each_ranks_own_global_seed():
 
 
 def test_no_random_value_repeats_over_ranks_workers_and_epochs():
-    """https://github.com/pytorch/pytorch/issues/5059."""
+    """https://github.com/pytorch/pytorch/issues/5059, https://github.com/Lightning-AI/pytorch-lightning/pull/6960
+    and https://github.com/facebookresearch/fairseq/issues/1383."""
     first, second = ([values_of(windows) for windows in read(Noise(32), 0, 8, 2, loader_workers=2)] for _ in range(2))
     flat = first[0] + first[1]
     assert len(flat) == len(set(flat)) == 192
@@ -124,6 +155,13 @@ def test_user_code_runs_under_the_default_dtype(workers):
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_without_a_gpu_gives_no_warning(workers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read(Ids(8), 0, 2, loader_workers=workers)[0]) == 2
+
+
 def test_data_that_cannot_serve_is_refused():
     with pytest.raises(DataError, match="global batch of 8 .* has 5 samples; lower the global batch"):
         Windows(Ids(5), settings(short_windows="drop"))
@@ -135,5 +173,5 @@ def test_data_that_cannot_serve_is_refused():
         settings(2, 2)
     with pytest.raises(DataError, match="micro_batch = 0"):
         settings(micro_batch=0)
-    with pytest.raises(DataError, match="short_windows = 'pad'"):
-        DataSettings(global_batch=1, micro_batch=1, rank=0, ranks=1, seed=0, short_windows="pad")  # type: ignore
+    with pytest.raises(DataError, match="short_windows = 'fill' was asked for; give 'use', 'drop' or 'pad'"):
+        DataSettings(global_batch=1, micro_batch=1, rank=0, ranks=1, seed=0, short_windows="fill")  # type: ignore

@@ -1,7 +1,12 @@
 """Text as samples: nothing lost, nothing twice, tokens made once."""
 
+import multiprocessing
 import os
+import signal
+import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from shoal.core.errors import DataError
@@ -73,3 +78,72 @@ def test_tokens_are_made_once_and_mapped(tmp_path):
         TextTokens(files_of(tmp_path, b"\xff"), tokenizer, 3, tmp_path / "cache")
     with pytest.raises(DataError, match="tokenizer .* no such file"):
         TextTokens(files, tmp_path / "none.json", 3, tmp_path / "cache")
+
+
+class SlowTokenizer:
+    """Bytes as tokens; says that it began and goes on when told."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+
+    def get_vocab_size(self):
+        return 256
+
+    def to_str(self):
+        return "the same for all"
+
+    def encode(self, text, add_special_tokens):
+        (self.folder / f"{self.name} writes").touch()
+        wait_for(lambda: (self.folder / "go on").exists())
+        return SimpleNamespace(ids=list(text.encode()))
+
+
+def wait_for(true, timeout_s=20):
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def builder(folder, name, files):
+    """A process that makes the token file; started, and past its imports."""
+    pytest.importorskip("tokenizers")
+    from shoal.data.sources.tokens import TextTokens
+
+    def build():
+        (folder / f"{name} begins").touch()
+        data = TextTokens(files, SlowTokenizer(folder, name), 3, folder / "cache")
+        (folder / f"{name} found").write_bytes(bytes(np.fromfile(data.path, np.uint16).tolist()))
+
+    process = multiprocessing.get_context("fork").Process(target=build, daemon=True)
+    process.start()
+    wait_for((folder / f"{name} begins").exists)
+    return process
+
+
+def test_of_two_builders_one_writes_the_tokens_and_the_other_waits(tmp_path):
+    files = files_of(tmp_path, b"abcdefgh", b"ijkl")
+    first = builder(tmp_path, "first", files)
+    wait_for((tmp_path / "first writes").exists)
+    second = builder(tmp_path, "second", files)
+    time.sleep(0.3)  # long enough to read what is there, or to write
+    assert not (tmp_path / "second writes").exists() and not (tmp_path / "second found").exists()
+    (tmp_path / "go on").touch()
+    for process in (first, second):
+        process.join(20)
+        assert process.exitcode == 0
+    assert (tmp_path / "first found").read_bytes() == (tmp_path / "second found").read_bytes() == b"abcdefghijkl"
+    assert not (tmp_path / "second writes").exists()
+
+
+def test_a_builder_that_was_killed_leaves_no_half_file(tmp_path):
+    files = files_of(tmp_path, b"abcdefgh", b"ijkl")
+    first = builder(tmp_path, "first", files)
+    wait_for((tmp_path / "first writes").exists)
+    second = builder(tmp_path, "second", files)
+    os.kill(first.pid, signal.SIGKILL)
+    wait_for((tmp_path / "second writes").exists)
+    (tmp_path / "go on").touch()
+    second.join(20)
+    assert (tmp_path / "second found").read_bytes() == b"abcdefghijkl"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == [".uint16"]

@@ -15,7 +15,8 @@ def batches_of(windows):
 
 
 def test_unequal_shards_end_together_with_padding():
-    """https://github.com/huggingface/datasets/issues/6437."""
+    """https://github.com/huggingface/datasets/issues/6437
+    and https://github.com/huggingface/datasets/pull/7854."""
     data = Shards([list(range(100, 116)), list(range(200, 210))])
     readers = [Windows(data, settings(rank, 2, global_batch=4)) for rank in range(2)]
     streams, steps = [reader.iterate(0, None) for reader in readers], []
@@ -33,7 +34,8 @@ def test_unequal_shards_end_together_with_padding():
 
 
 def test_transforms_before_the_split_keep_it():
-    """https://github.com/huggingface/datasets/issues/8568."""
+    """https://github.com/huggingface/datasets/issues/8568
+    and https://github.com/huggingface/datasets/issues/7868."""
     seen = [batches_of(windows) for windows in read(Shards([[1, 2], [3, 4], [5, 6], [7, 8]]), 0, 1, 2)]
     assert not set(seen[0]) & set(seen[1]) and len(seen[0] + seen[1]) == 8
 
@@ -46,7 +48,8 @@ def test_transforms_before_the_split_keep_it():
 
 
 def test_fewer_shards_than_readers_are_refused_and_more_are_read_once():
-    """https://github.com/huggingface/datasets/issues/6594."""
+    """https://github.com/huggingface/datasets/issues/6594
+    and https://github.com/huggingface/datasets/pull/8565."""
     data = Shards([[0, 1], [2, 3, 4], [5, 6, 7, 8]])
     with pytest.raises(DataError, match="3 shards was to be split over 4 readers"):
         Windows(data, settings(0, 4))
@@ -56,7 +59,8 @@ def test_fewer_shards_than_readers_are_refused_and_more_are_read_once():
 
 @pytest.mark.parametrize("saved_at", [1, 3, 4])
 def test_each_rank_resumes_at_its_own_position(saved_at):
-    """https://github.com/pytorch/torchtitan/issues/409."""
+    """https://github.com/pytorch/torchtitan/issues/409
+    and https://github.com/pytorch/torchtitan/issues/291."""
     data = Shards([[rank * 100 + i for i in range(10)] for rank in range(4)], noise=True)
     for rank in range(4):
         whole = Windows(data, settings(rank, 4))
@@ -72,7 +76,8 @@ def test_each_rank_resumes_at_its_own_position(saved_at):
 
 
 def test_a_state_saved_at_an_epochs_end_gives_the_next_epoch_whole():
-    """https://github.com/meta-pytorch/data/issues/1437."""
+    """https://github.com/meta-pytorch/data/issues/1437
+    and https://github.com/pytorch/torchtitan/pull/1358."""
     data = Shards([list(range(8))])
     reader = Windows(data, settings())
     assert not next(reader.iterate(0, None)).more
@@ -118,6 +123,9 @@ def test_streams_that_cannot_serve_are_refused():
         next(Windows(Stream(5), settings(short_windows="drop")).iterate(0, 1))
     with pytest.raises(DataError, match="short windows dropped were asked for, but data split"):
         Windows(Shards([[1]]), settings(short_windows="drop"))
+    for data in (Shards([[1]]), Stream(5)):
+        with pytest.raises(DataError, match="padded with repeated samples .* cannot go back"):
+            Windows(data, settings(short_windows="pad"))
     with pytest.raises(DataError, match="reader 1 of 2 .* is empty; use fewer workers"):
         next(Windows(Shards([[1], []]), settings(1, 2)).iterate(0, 1))
 

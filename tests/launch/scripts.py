@@ -27,7 +27,9 @@ def entry(case: str, out: Path, world: World) -> int:
         raise ImportError("no such module")
     if case == "config":
         raise ConfigError("asked for 3, found 2: change it")
-    join(world, "cpu")
+    join(world, "cpu", debug_collectives=case == "mixed")
+    if case == "mixed":
+        return mixed(world)
     beats = open_beats(out, world)
     beats.beat(0, "start")
     for step in range(300 if case == "long" else 3):
@@ -46,6 +48,27 @@ def entry(case: str, out: Path, world: World) -> int:
     total = torch.full((4096, 64), float(world.rank + 1))
     dist.all_reduce(total)
     print(f"sum={total[0, 0].item():.0f}", flush=True)
+    return 0
+
+
+def mixed(world: World) -> int:
+    """Collective calls that differ between ranks 0 and 1 in kind, shape and type; then one that does not."""
+    odd = world.rank == 1
+    calls = {
+        "kind": lambda: dist.broadcast(torch.ones(4), 0) if odd else dist.all_reduce(torch.ones(4)),
+        "shape": lambda: dist.all_reduce(torch.ones(5 if odd else 4)),
+        "type": lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)),
+    }
+    for name, call in calls.items():
+        began_s = time.monotonic()
+        try:
+            call()
+        except RuntimeError as error:
+            soon = time.monotonic() - began_s < 30
+            print(f"{name}@{world.rank}@{soon}@{' '.join(str(error).split())}", flush=True)
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    print(f"sum={total[0].item():.0f}", flush=True)
     return 0
 
 

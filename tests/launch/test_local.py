@@ -32,7 +32,7 @@ def finish(process: subprocess.Popen[str], out: Path) -> tuple[int, str, str]:
         raise
     assert not alive(pids(stdout)), "workers are left"
     assert not list((out / "tmp").iterdir()), "temporary files are left"
-    assert not (out / "launch" / "elastic").exists() or not list((out / "launch" / "elastic").iterdir())
+    assert not (out / "launch" / "elastic").exists()
     return process.returncode, stdout, stderr
 
 
@@ -135,7 +135,13 @@ def test_workers_end_soon_after_their_launcher_was_killed(tmp_path):
         time.sleep(0.05)
     assert not alive(found)
     process.communicate()
-    assert not list((tmp_path / "tmp").iterdir())
+    assert not list((tmp_path / "tmp").iterdir()) and not (tmp_path / "launch" / "elastic").exists()
+
+
+def test_what_was_left_by_a_launcher_killed_at_its_start_goes_with_the_next_run(tmp_path):
+    (tmp_path / "launch" / "elastic" / "shoal_1").mkdir(parents=True)
+    code, _, stderr = run("ok", tmp_path)
+    assert code == 0, stderr
 
 
 def test_a_failure_before_the_first_step_is_not_restarted(tmp_path):

@@ -31,6 +31,11 @@ class Windows:
         """Windows of one epoch; None where the data set does not tell its length."""
         return self._reader.windows_per_epoch
 
+    @property
+    def identity(self) -> str:
+        """What of the data must be the same on all ranks, for a person."""
+        return self._reader.identity
+
     def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None = None) -> Iterator[Window]:
         """Windows ``first`` to ``stop`` (None: no end but the data's); ``state`` is from there."""
         self.close()
@@ -67,6 +72,7 @@ class _MapReader:
         self._dataset = dataset
         self._settings = settings
         self._size = _sized(dataset)
+        self.identity = f"{self._size} samples"
         self._order = Order(self._size, settings.seed)
         self.windows_per_epoch: int = _windows_per_epoch(self._size, settings, notes)
 
@@ -97,7 +103,11 @@ class _MapReader:
     def _shares(self, index: int) -> tuple[int, list[list[np.ndarray]]]:
         epoch, position = divmod(index, self.windows_per_epoch)
         start = position * self._settings.global_batch
-        ids = self._order.ids(epoch, start, min(start + self._settings.global_batch, self._size))
+        stop = start + self._settings.global_batch
+        ids = self._order.ids(epoch, start, min(stop, self._size))
+        if stop > self._size and self._settings.short_windows == "pad":
+            again = np.arange(stop - self._size) % self._size  # the epoch's first, in its order
+            ids = np.concatenate([ids, self._order.ids(epoch, 0, again.max() + 1)[again]])
         return epoch, cut(ids, self._settings.ranks, self._settings.micro_batch)
 
     def _window(self, index: int, batches: Iterator[Any]) -> Window:
@@ -136,9 +146,14 @@ def _sized(dataset: Any) -> int:
 
 def _windows_per_epoch(size: int, settings: DataSettings, notes: list[str]) -> int:
     full, rest = divmod(size, settings.global_batch)
-    if settings.short_windows == "use":
-        if rest:
+    if settings.short_windows != "drop":
+        if rest and settings.short_windows == "use":
             notes.append(f"{size} samples: the last window of each epoch has {rest} instead of {settings.global_batch}")
+        elif rest:
+            notes.append(
+                f"{size} samples: {settings.global_batch - rest} are repeated in the last window of each epoch to fill "
+                f"it up to {settings.global_batch} (others each time)"
+            )
         return full + bool(rest)
     if full == 0:
         raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,21 @@ def is_iterable(dataset: Any) -> bool:
 def is_split(dataset: Any) -> bool:
     """Whether iterable data offers a split over readers and a state to resume from."""
     return all(hasattr(dataset, name) for name in ("shard", "state_dict", "load_state_dict"))
+
+
+def shuffle_buffers(dataset: Any) -> list[Any]:
+    """The shuffle buffers of a Hugging Face stream, whose samples its state leaves out: going on from it loses them.
+
+    See the documentation of its ``IterableDataset.state_dict``.
+    """
+    found, parts = [], [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            found.append(part)
+        inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+        parts += [one for one in inner if one is not None]
+    return found
 
 
 class Items:
@@ -86,6 +102,8 @@ class WholeReader:
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings
+        _refuse_pad(settings)
+        self.identity = f"a {type(dataset).__name__} without shards"
         notes.append(
             "iterable data without shard and state_dict: each worker reads all of it and keeps its rows; "
             "a resumed run reads again from the start"
@@ -157,6 +175,7 @@ class SplitReader:
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings
+        _refuse_pad(settings)
         shards = getattr(dataset, "num_shards", None)
         if isinstance(shards, int) and shards < settings.ranks:
             raise DataError(
@@ -169,6 +188,14 @@ class SplitReader:
                 "each worker and no worker knows where the others end; use short windows"
             )
         notes.append(f"iterable data split over {settings.ranks} readers: resume with the same number of workers")
+        buffers = shuffle_buffers(dataset)
+        seeds = [format(zlib.crc32(repr(part.generator.bit_generator.state).encode()), "08x") for part in buffers]
+        self.identity = f"{shards} shards" + "".join(f", shuffled by generator {seed}" for seed in seeds)
+        self._read_again = bool(buffers)
+        if self._read_again:
+            notes.append(
+                "the data's state leaves out its shuffle buffer: a resumed run reads the epoch again up to where it was"
+            )
         self._filler: list[Any] = []
         self._state: dict[str, Any] | None = None
         self._epoch_over = False
@@ -241,14 +268,26 @@ class SplitReader:
                 f"the data's position was saved by reader {state['reader']} of {state['readers']}, but "
                 f"reader {self._settings.rank} of {self._settings.ranks} asks; resume with {state['readers']} workers"
             )
-        if state["state"] is None:
-            return self._opened(state["epoch"])
+        if state["state"] is None or self._read_again:
+            shard, items = self._opened(state["epoch"])
+            self._skip(items, state["read"])
+            return shard, items
         with undisturbed(self._settings.default_dtype):
             shard = self._shard(state["epoch"])
             shard.load_state_dict(state["state"])
             source = shard if state["more"] else ()
             items = Items(source, self._settings.seed, state["epoch"], self._settings.rank, state["read"])
         return shard, items
+
+    def _skip(self, items: Items, count: int) -> None:
+        with undisturbed(self._settings.default_dtype):
+            while items.read < count and items.take(min(256, count - items.read)):
+                pass
+        if items.read < count:
+            raise DataError(
+                f"reader {self._settings.rank} was to go on after {count} samples of its shard, but it holds "
+                f"{items.read}; resume with the data of the saved run"
+            )
 
     def _position(self, epoch: int, read: int, more: bool, state: Any) -> dict[str, Any]:
         return {
@@ -270,6 +309,15 @@ def json_state(state: Any) -> Any:
             f"the data's state_dict() was asked for its position, but gave what JSON cannot hold ({error}); "
             "return numbers, strings, lists and dicts"
         ) from None
+
+
+def _refuse_pad(settings: DataSettings) -> None:
+    """Raises DataError: filling a window up takes samples from the front, which a stream has left behind."""
+    if settings.short_windows == "pad":
+        raise DataError(
+            "short windows padded with repeated samples were asked for, but iterable data cannot go back to its first "
+            "samples; use short windows as they are ('use'), or map-style data"
+        )
 
 
 def _tell_epoch(dataset: Any, epoch: int) -> None:

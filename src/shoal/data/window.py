@@ -55,7 +55,7 @@ class DataSettings:
     rank: int
     ranks: int
     seed: int
-    short_windows: Literal["use", "drop"] = "use"
+    short_windows: Literal["use", "drop", "pad"] = "use"
     loader_workers: int = 0
     pin_memory: bool = False
     default_dtype: torch.dtype | None = None
@@ -67,5 +67,5 @@ class DataSettings:
                 raise DataError(f"{name} = {getattr(self, name)} was asked for; give at least {least}")
         if not 0 <= self.rank < self.ranks:
             raise DataError(f"rank {self.rank} of {self.ranks} ranks was asked for; give 0 to {self.ranks - 1}")
-        if self.short_windows not in ("use", "drop"):
-            raise DataError(f"short_windows = {self.short_windows!r} was asked for; give 'use' or 'drop'")
+        if self.short_windows not in ("use", "drop", "pad"):
+            raise DataError(f"short_windows = {self.short_windows!r} was asked for; give 'use', 'drop' or 'pad'")

@@ -16,12 +16,13 @@ from torch import nn
 
 from shoal.checkpoint.reader import Reader, newest_good
 from shoal.checkpoint.writer import Writer
-from shoal.core.errors import CheckpointError, ConfigError, ModelError
+from shoal.core.errors import CheckpointError, ConfigError, DataError, ModelError
 from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.meet import meet
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.randomness import seed_all
@@ -78,7 +79,7 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
     schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
     optimizer.built = optimizer.describe()
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
-    dist.barrier()
+    meet("once model, data and optimizer are made")
     run = Run(
         job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, model=model, norms=norms,
         buckets=GradientBuckets(trained, int(settings.bucket_mb * 2**20)), optimizer=optimizer, schedule=schedule,
@@ -93,6 +94,7 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
             notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
     check_same_model(model)
+    check_same_data(source)
     _start_record(run, place, notes + source.notes + _told(skipped, found), batch._asdict())
     if settings.compile:
         model.compile()
@@ -205,6 +207,18 @@ def check_same_model(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), src=0)  # own randomness in model(): rank 0's weights hold
 
 
+def check_same_data(source: Windows) -> None:
+    """Collective. All ranks must have been given the same whole data. Raises DataError naming the difference."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, source.identity)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise DataError(
+                f"ranks 0 and {rank} were given different data: {every[0]} on rank 0 and {other} on rank {rank}; give "
+                "the whole data on every rank (it is split over them later), and shuffle with the same seed"
+            )
+
+
 def _equal(a: list[float], b: list[float]) -> bool:
     return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
 
@@ -233,7 +247,7 @@ def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any
         notes = record.check_folder(run.out, run.job, run.settings) + notes
         record.write_json(run.out / record.RECORD, told)
         cut_back(run.out, run.step_count)
-    dist.barrier()
+    meet("once the run's record is written")
     sized = run.total_steps
     run.record.start({"out": str(run.out), "step": run.step_count, "steps": sized, "restart": place.restart, **told})
     for text in notes:

@@ -31,13 +31,18 @@ class RunSettings(Settings):
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints (default: at the end)")
     keep: int = Field(2, ge=1, description="checkpoints to keep")
     loader_workers: int = Field(0, ge=0, description="processes that read data, per worker")
-    short_windows: Literal["use", "drop"] = Field("use", description="the last, shorter batch of an epoch")
+    short_windows: Literal["use", "drop", "pad"] = Field(
+        "use", description="the last, shorter batch of an epoch; pad: filled with the epoch's first samples once more"
+    )
     compile: bool = Field(False, description="compile the model with torch.compile")
     ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged weights (default: none)")
     kernels: Literal["auto", "default"] = Field(
         "auto", description="auto: the fastest float32 matrix product whose error is float32's"
     )
     max_skips: int = Field(10, ge=1, description="steps skipped in a row before the run stops")
+    debug_collectives: bool = Field(
+        False, description="check that all workers make the same collective calls; slow, for finding hangs"
+    )
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MB")
     sinks: tuple[str, ...] = Field(("tensorboard",), description="where else events go")
 
@@ -46,6 +51,6 @@ class RunSettings(Settings):
 MAY_CHANGE = frozenset(
     {
         "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
-        "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile",
+        "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile", "debug_collectives",
     }
 )  # fmt: skip

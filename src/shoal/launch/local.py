@@ -75,7 +75,6 @@ def run_workers(
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "elastic", ignore_errors=True)  # a killed launcher's
     _silence_elastic()
     restart = 0
     with _listening() as asked:
@@ -117,16 +116,15 @@ class _Attempt:
             for path in (error_path(self.folder, rank), done_path(self.folder, rank)):
                 path.unlink(missing_ok=True)
         store = _host_store(port)
-        context, logs = self._start(store, asked)
+        context = self._start(store, asked)
         try:
             return self._wait(context, asked)
         finally:
             self.progressed = any(slot.progressed for slot in self._beats.slots())
             context.close(death_sig=signal.SIGKILL, timeout=5)
-            shutil.rmtree(logs, ignore_errors=True)
             self._beats.close()
 
-    def _start(self, store: Any, asked: _Asked) -> tuple[PContext, str]:
+    def _start(self, store: Any, asked: _Asked) -> PContext:
         """Start all workers with signals held back, so that none is lost between two handlers."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         own = self.device != "cpu" or "OMP_NUM_THREADS" in os.environ
@@ -145,8 +143,9 @@ class _Attempt:
             for number in _SIGNALS:  # elastic has set its own
                 signal.signal(number, asked)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_SIGNALS))
+            shutil.rmtree(logs.root_log_dir, ignore_errors=True)  # holds nothing, also no killed launcher's
         self._pids = context.pids()
-        return context, logs.root_log_dir
+        return context
 
     def _wait(self, context: PContext, asked: _Asked) -> tuple[int, _Failure | None]:
         forwarded = 0

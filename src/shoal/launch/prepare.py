@@ -96,7 +96,8 @@ def prepare(job: Job | None = None, *, on_note: Callable[[str], None] | None = N
 def _start(job: Job, settings: RunSettings, tell: Callable[[str], None]) -> Run:
     out = Path(settings.out)
     world = find_world() or World(0, 0, 1, 0, launched=False)
-    device = join(world, "cuda" if torch.cuda.is_available() else "cpu")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = join(world, kind, debug_collectives=settings.debug_collectives)
     if world.rank == 0:
         check_folder(out, job, settings)
         lock = lock_folder(out)

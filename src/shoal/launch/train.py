@@ -164,7 +164,7 @@ class Entry:
         return self._train(world, beats)
 
     def _train(self, world: World, beats: Beats) -> int:
-        device = join(world, _device())
+        device = join(world, _device(), debug_collectives=self.settings.debug_collectives)
         first = world.rank == 0
         settings = self.settings.model_copy(update={"resume": True}) if world.restart else self.settings
         hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=self._tell)

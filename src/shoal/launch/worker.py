@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import LaunchError, ShoalError
 from shoal.launch.stop import STOP
 from shoal.launch.watch import Beats, Watch, behind, describe, overdue, process_state
 from shoal.launch.world import World, leave
@@ -55,7 +55,9 @@ def work(entry: Callable[[World], int], world: World, folder: Path, launcher: in
         code = entry(world)
         leave()
         if not isinstance(code, int):
-            raise ShoalError(f"a worker's entry must return its exit code, found {code!r}")
+            raise LaunchError(
+                f"rank {world.rank}'s entry was to return its exit code, found {code!r}; return 0 at its end"
+            )
     except BaseException as error:
         leave_error(error_path(folder, world.rank), world.rank, error)
         _end(1)
@@ -128,6 +130,7 @@ def watch_joined(out: Path, world: World, beats: Beats, watch: Watch | None = No
                 print(describe(found, slots, states), file=sys.stderr)
             print(f"rank {world.rank}'s stack:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            time.sleep(watch.stacks_s)  # the others tell their stacks too: the first end takes all down
             _end(1)
 
     threading.Thread(target=look, name="shoal-watch", daemon=True).start()

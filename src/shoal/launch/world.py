@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.core.errors import ConfigError, LaunchError
+from shoal.engine.meet import leave_word, missing
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,23 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, size, restart, launched=env.get("SHOAL_LAUNCHED") == "1")
 
 
-def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) -> torch.device:
+def join(
+    world: World, device: str | torch.device, timeout_s: float = 1800.0, debug_collectives: bool = False
+) -> torch.device:
     """Make the process group of ``world``, of one rank too, so that every collective exists; returns this
     rank's device. Collective.
 
-    Raises LaunchError when the world cannot be joined, ConfigError for a device that is not there."""
+    ``debug_collectives``: torch compares kind, shape and type of each collective call over all ranks before it
+    runs, and where they differ raises on every rank, naming both. Raises LaunchError when the world cannot be
+    joined, ConfigError for a device that is not there."""
     kind = torch.device(device).type
     place = torch.device("cuda", world.local_rank) if kind == "cuda" else torch.device("cpu")
     if dist.is_initialized():
+        if debug_collectives and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+            raise ConfigError(
+                "debug_collectives was asked for, but the process group is there already and does not check its "
+                "calls; leave init_process_group out, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before it"
+            )
         return place
     if kind == "cuda":
         found = torch.cuda.device_count()
@@ -71,6 +81,8 @@ def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) ->
                 f"start at most {found} workers per machine or set device=cpu"
             )
         torch.cuda.set_device(world.local_rank)
+    if debug_collectives:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # groups made from now on check every call
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "MASTER_ADDR" not in os.environ and world.size == 1:
@@ -79,7 +91,8 @@ def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) ->
     if "MASTER_ADDR" not in os.environ:
         _slurm_rendezvous()
     try:
-        dist.init_process_group(backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout)
+        store = _store(world, timeout)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (dist.DistError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
@@ -87,6 +100,28 @@ def join(world: World, device: str | torch.device, timeout_s: float = 1800.0) ->
             "check that this address is reachable and its port free"
         ) from error
     return place
+
+
+def _store(world: World, timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR, when all ranks have come to it. Raises LaunchError naming those that have not.
+
+    As torch's env:// makes it, but that one tells at most how many came."""
+    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    port = _integer(os.environ, "MASTER_PORT")
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], port, world.size, hosts, timeout, wait_for_workers=False, multi_tenant=True
+    )
+    keys = leave_word(store, "join", world.rank, world.size)
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        if late := missing(store, keys):
+            raise LaunchError(
+                f"rank {world.rank} of {world.size} waited {timeout.total_seconds():g} s for the others, but {late} "
+                "did not come: look at what those ranks say, and whether they can reach "
+                f"{os.environ['MASTER_ADDR']}:{port}"
+            ) from None
+    return dist.PrefixStore("default_pg", store)
 
 
 def leave() -> None:
@@ -104,7 +139,7 @@ def _slurm_rendezvous() -> None:
             "start with torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
     os.environ["MASTER_ADDR"] = first_node(nodes)
-    job = int(os.environ.get("SLURM_JOB_ID", "0"))
+    job = _integer(os.environ, "SLURM_JOB_ID", "0")
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
 
 
