@@ -151,7 +151,8 @@ def test_local_functions_collate_in_loader_workers_or_are_named_before_one_start
 
     asked = {"loader_workers": 1, "collate": lambda samples: torch.tensor(samples) + 100}
     ((window, *_),) = read(Local(8), 0, 1, 1, **asked)
-    assert sorted(window.micro_batches[0].batch.tolist()) == [100 + i for i in range(8)]
+    (micro, *_) = window.micro_batches
+    assert micro.batch.tolist() == [100 + sample for sample in micro.ids]
     monkeypatch.setattr(fetching, "START_METHOD", "spawn")
     with pytest.raises(DataError, match=r"fresh processes; but collate <function .*<lambda>.* cannot be sent to them"):
         read(Ids(8), 0, 1, 1, **asked)
