@@ -26,7 +26,7 @@ RECORD = "run.json"
 def module_name(cls: type[Job]) -> str:
     """The name of the job's file, also where that file is the program itself."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if cls.__module__ == "__main__" and file:
+    if cls.__module__ == "__main__" and file and Path(file).is_file():
         return Path(file).stem
     return cls.__module__.rpartition(".")[2]
 

@@ -116,4 +116,4 @@ def origins(job: Job, overrides: Iterable[str], given: Iterable[str]) -> dict[st
 def job_file(job: Job) -> str | None:
     """The file that a job's class stands in; None for one typed into a session."""
     file = getattr(sys.modules.get(type(job).__module__), "__file__", None)
-    return None if file is None else str(Path(file).resolve())
+    return str(Path(file).resolve()) if file and Path(file).is_file() else None  # "<stdin>" is none

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,9 @@ def fork_runs_torch(threads: int) -> bool:
     """
     if threads < 2 or _tasks() < 2:
         return True
-    child = os.fork()
+    with warnings.catch_warnings():  # Python warns of what is tried here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             for number in (signal.SIGINT, signal.SIGTERM):
