@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.engine.build import load_weights as load_weights
     from shoal.engine.lr_schedule import warmup_constant as warmup_constant
     from shoal.engine.lr_schedule import warmup_cosine as warmup_cosine
     from shoal.engine.lr_schedule import warmup_linear as warmup_linear
@@ -21,6 +22,7 @@ _HOME = {
     "Job": "shoal.job",
     "Loss": "shoal.job",
     "Run": "shoal.engine.run",
+    "load_weights": "shoal.engine.build",
     "prepare": "shoal.launch.prepare",
     "train": "shoal.launch.train",
     "warmup_constant": "shoal.engine.lr_schedule",
@@ -28,7 +30,17 @@ _HOME = {
     "warmup_linear": "shoal.engine.lr_schedule",
 }
 _MODULES = {"checkpoint": "shoal.checkpoint"}
-__all__ = ["Job", "Loss", "Run", "prepare", "train", "warmup_constant", "warmup_cosine", "warmup_linear"]
+__all__ = [
+    "Job",
+    "Loss",
+    "Run",
+    "load_weights",
+    "prepare",
+    "train",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_linear",
+]
 
 
 def __getattr__(name: str) -> Any:

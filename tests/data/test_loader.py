@@ -10,6 +10,7 @@ from tests.data.toys import Ids, Noise, ids_of, read, settings, values_of
 
 from shoal.core.errors import DataError
 from shoal.data import DataSettings, Windows, eval_micro_batches
+from shoal.data import fetch as fetching
 
 pytestmark = pytest.mark.unit
 
@@ -175,3 +176,23 @@ def test_data_that_cannot_serve_is_refused():
         settings(micro_batch=0)
     with pytest.raises(DataError, match="short_windows = 'fill' was asked for; give 'use', 'drop' or 'pad'"):
         DataSettings(global_batch=1, micro_batch=1, rank=0, ranks=1, seed=0, short_windows="fill")  # type: ignore
+
+
+def test_local_functions_collate_in_loader_workers_or_are_named_before_one_starts(monkeypatch):
+    """Lambdas and local functions failed to pickle, deep in multiprocessing.
+
+    https://github.com/cloneofsimo/lora/issues/38 https://github.com/claritychallenge/clarity/issues/424
+    """
+
+    class Local(Ids):
+        pass
+
+    asked = {"loader_workers": 1, "collate": lambda samples: torch.tensor(samples) + 100}
+    ((window, *_),) = read(Local(8), 0, 1, 1, **asked)
+    (micro, *_) = window.micro_batches
+    assert micro.batch.tolist() == [100 + sample for sample in micro.ids]
+    monkeypatch.setattr(fetching, "START_METHOD", "spawn")
+    with pytest.raises(DataError, match=r"fresh processes; but collate <function .*<lambda>.* cannot be sent to them"):
+        read(Ids(8), 0, 1, 1, **asked)
+    with pytest.raises(DataError, match=r"but the data set <.*Local object .* cannot be sent to them"):
+        read(Local(8), 0, 1, 1, loader_workers=1)

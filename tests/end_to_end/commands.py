@@ -143,10 +143,13 @@ def environment() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in drop}, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def call(command: Sequence[str], cwd: Path, timeout_s: float = 60) -> Result:
-    """Run ``command`` to its end."""
+def call(
+    command: Sequence[str], cwd: Path, timeout_s: float = 60, given: str | None = None, **variables: str
+) -> Result:
+    """Run ``command`` to its end; ``given`` is its standard input, ``variables`` go into its environment."""
     started = time.monotonic()
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s)
+    env = {**environment(), **variables}
+    done = subprocess.run(command, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=timeout_s)
     return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 

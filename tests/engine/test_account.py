@@ -8,7 +8,9 @@ from tests.small_jobs import IGNORED, LM, Rows, Scalar, job, sgd, start, token_l
 from shoal import Loss
 from shoal.core.errors import RankMismatch
 from shoal.engine import clock
+from shoal.engine.loop import train_loop
 from shoal.monitor.events import read_events
+from shoal.monitor.summary import summary
 
 pytestmark = pytest.mark.ranks
 
@@ -87,6 +89,49 @@ def test_real_padded_and_loss_tokens_have_names_of_their_own(tmp_path, ranks):
     run_ranks(body, ranks)
     (row,) = step_rows(tmp_path)
     assert (row["padded_tokens"], row["tokens"], row["count"], row["samples"]) == (48, 28, 24, 4)
+
+
+def test_the_summary_names_padding_and_a_job_that_hides_its_padding_is_told(tmp_path):
+    """https://github.com/meta-pytorch/torchtune/issues/2296 https://github.com/awslabs/sockeye/issues/1073"""
+
+    class Masked(LM):
+        def forward(self, tokens, attention_mask):
+            return super().forward(tokens)
+
+    def collate(samples):
+        tokens = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+        mask = torch.zeros_like(tokens)
+        for row, (x, _) in zip(mask, samples, strict=True):
+            row[: len(x)] = 1
+        targets = torch.nn.utils.rnn.pad_sequence([y for _, y in samples], batch_first=True, padding_value=IGNORED)
+        return {"tokens": tokens, "attention_mask": mask}, targets
+
+    samples = [(x[:length], y[:length]) for length in (12, 5, 9, 2) for x, y in [token_rows([12], seed=length)[0]]]
+
+    def body(rank, masked):
+        made = job(
+            model=Masked if masked else LM, data=Rows(samples), loss=token_loss,
+            collate=collate if masked else lambda rows: (collate(rows)[0]["tokens"], collate(rows)[1]),
+        )  # fmt: skip
+        run = start(made, tmp_path / str(masked), steps=2, global_batch=4)
+        found = train_loop(run)
+        run.close()
+        return summary(found)
+
+    (said,) = run_ranks(lambda rank: body(rank, True), 1)
+    assert "  56 tokens; 96 with padding (42% of it padding)" in said
+    (said,) = run_ranks(lambda rank: body(rank, False), 1)
+    assert "padding" not in said
+    notes = {
+        masked: [
+            row["text"] for row in read_events(tmp_path / str(masked), 0, "note") if "counts as tokens" in row["text"]
+        ]
+        for masked in (True, False)
+    }
+    assert notes == {
+        True: [],
+        False: ["padding, if collate() adds any, counts as tokens: the inputs have no attention_mask"],
+    }
 
 
 def test_the_rate_counts_every_micro_batchs_tokens(tmp_path):

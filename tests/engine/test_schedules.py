@@ -7,7 +7,9 @@ from tests.small_jobs import Rows, Scalar, classes_loss, job, mlp, mlp_rows, sgd
 from torch.optim import lr_scheduler
 
 from shoal import Loss
+from shoal.core.errors import ConfigError
 from shoal.engine.record import read_json
+from shoal.monitor.events import read_events
 
 pytestmark = pytest.mark.ranks
 
@@ -142,3 +144,75 @@ def test_workers_change_neither_rate_nor_global_batch_and_the_record_says_both(t
             }  # fmt: skip
             assert record["windows_per_epoch"] == 64 // global_batch
             assert record["workers"] == ranks
+
+
+def test_rates_are_scaled_by_the_batch_where_asked_and_that_is_said(tmp_path):
+    """The rate was scaled with the workers, or not, depending on the layer, without a word.
+
+    https://github.com/huggingface/accelerate/pull/1013
+    """
+    schedules = {
+        "none": None,
+        "function": lambda optimizer, steps: lambda step: 0.5**step,
+        "scheduler": lambda optimizer, steps: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    }
+    for ranks in (1, 2, 4):
+        for kind, schedule in schedules.items():
+            out = tmp_path / f"{ranks}-{kind}"
+            asked = {"rows": 64, "global_batch": 4 * ranks, "micro_batch": 4, "steps": 2}
+            for found, _ in rates(out, ranks, 0.1, schedule, lr_scaling="linear", base_batch=4, **asked):
+                assert found == pytest.approx([0.1 * ranks, 0.1 * ranks * (1 if kind == "none" else 0.5)], rel=1e-12)
+            record = read_json(out / "run.json")
+            assert record["lr_factor"] == ranks
+            assert (record["settings"]["lr_scaling"], record["settings"]["base_batch"]) == ("linear", 4)
+            said = [row["text"] for row in read_events(out, 0, "note") if "learning rate" in row["text"]]
+            assert said == ([f"learning rate x {ranks} (linear, global batch / base batch): 0.1 -> {0.1 * ranks:g}"]
+                            if ranks > 1 else [])  # fmt: skip
+
+
+def test_scaled_rates_are_taken_up_on_resume_as_they_were(tmp_path):
+    """https://github.com/huggingface/accelerate/pull/1013"""
+
+    def part(steps, **settings):
+        def body(rank):
+            made = job(model=mlp, data=mlp_rows(16), loss=classes_loss, optimizer=sgd(0.1))
+            run = start(made, tmp_path, steps=steps, global_batch=8, lr_scaling="linear", base_batch=4, **settings)
+            found = [run.step(window).lr for window in run.windows()]
+            run.save()
+            run.close()
+            return found
+
+        return run_ranks(body, 1)[0]
+
+    assert part(2) + part(4, resume=True) == [0.2] * 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "said"),
+    [
+        (None, {"lr_scaling": "linear"}, "lr_scaling linear was asked for without base_batch"),
+        (None, {"base_batch": 4}, "base_batch 4 without lr_scaling does nothing; add --lr-scaling linear"),
+        (
+            lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=steps),
+            {"lr_scaling": "linear", "base_batch": 4}, "OneCycleLR sets the rates it was given whatever",
+        ),
+        ("before", {"lr_scaling": "linear", "base_batch": 4}, "a scheduler over this optimizer exists already"),
+    ],
+)  # fmt: skip
+def test_a_scaling_that_would_not_hold_is_refused(tmp_path, schedule, settings, said):
+    """https://github.com/huggingface/accelerate/pull/1013"""
+
+    def optimizer(model):
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        if schedule == "before":
+            lr_scheduler.ExponentialLR(made, 0.5)
+        return made
+
+    def body(rank):
+        made = job(model=mlp, data=mlp_rows(8), loss=classes_loss, optimizer=optimizer)
+        if callable(schedule):
+            made._given["lr_schedule"] = schedule
+        with pytest.raises(ConfigError, match=said):
+            start(made, tmp_path, steps=1, global_batch=8, **settings)
+
+    run_ranks(body, 1)

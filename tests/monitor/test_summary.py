@@ -11,7 +11,7 @@ import pytest
 from shoal.monitor.console import Console
 from shoal.monitor.events import EventLog
 from shoal.monitor.sinks import Sinks
-from shoal.monitor.summary import RunTotals, duration, summary
+from shoal.monitor.summary import RunTotals, duration, start_text, summary
 from shoal.monitor.tensorboard import TensorBoard
 
 pytestmark = pytest.mark.unit
@@ -111,3 +111,23 @@ def test_summary_leaves_out_what_there_is_not() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> None:
+    """https://github.com/modelscope/ms-swift/pull/9691 https://github.com/huggingface/accelerate/pull/1013"""
+    record = {
+        "batch": {"global_batch": 16, "micro_batch": 4, "ranks": 2, "accumulation": 2},
+        "windows_per_epoch": 4, "steps": 12,
+        "fields": {"a": {"x": 5, "y": 2}, "lr": 0.1}, "settings": {"clip": None, "seed": 3, "epochs": 3},
+        "origins": {
+            "fields": {"a.x": "given", "a.y": "job", "lr": "job"},
+            "settings": {"clip": "default", "seed": "given", "epochs": "job"},
+        },
+    }  # fmt: skip
+    assert start_text(record) == [
+        "global batch 16 = 2 worker(s) x 2 micro-batch(es) of 4; 4 steps per epoch; 12 steps in all",
+        "given: a.x=5 --seed=3",
+        "from the job's file: a.y=2 lr=0.1 --epochs=3",
+        "by default: --clip=None",
+    ]
+    assert start_text({"out": "x", "steps": None}) == []

@@ -29,7 +29,7 @@ FULL = Plan(
 
 
 def plan(**changes) -> Plan:
-    return Plan.parse({"global_batch": 8, "micro_batch": 1, "accumulation": 8, **changes}, "test")
+    return Plan(**{"global_batch": 8, "micro_batch": 1, "accumulation": 8, **changes})
 
 
 @pytest.mark.parametrize("made", [PLAIN, FULL])
@@ -84,11 +84,11 @@ def test_the_difference_names_each_field_with_both_values():
 
 
 def test_plans_that_fit_pass():
-    PLAIN.check()
-    PLAIN.check(workers=1)
-    FULL.check(workers=8)
-    plan(mesh=Mesh(pipeline=4), schedule="1f1b", cuts=("a", "b", "c")).check(4)
-    plan(mesh=Mesh(pipeline=2, shard=2), schedule="zbv", chunks=2, accumulation=4).check(4)
+    PLAIN.fits()
+    PLAIN.fits(workers=1)
+    FULL.fits(workers=8)
+    plan(mesh=Mesh(pipeline=4), schedule="1f1b", cuts=("a", "b", "c")).fits(4)
+    plan(mesh=Mesh(pipeline=2, shard=2), schedule="zbv", chunks=2, accumulation=4).fits(4)
 
 
 PIPELINE = {"mesh": Mesh(pipeline=4), "schedule": "1f1b"}
@@ -152,14 +152,14 @@ PIPELINE = {"mesh": Mesh(pipeline=4), "schedule": "1f1b"}
 )
 def test_what_does_not_fit_together_is_said_with_numbers_and_what_to_change(changes, workers, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        plan(**changes).check(workers)
+        plan(**changes).fits(workers)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_all_conflicts_stand_in_one_message():
     wrong = plan(mesh=Mesh(pipeline=4), schedule="zbv", chunks=3, sequence_parallel=True, global_batch=9, cuts=("a",))
     with pytest.raises(ConfigError) as caught:
-        wrong.check(2)
+        wrong.fits(2)
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
     assert all(line.startswith("plan: ") for line in lines)

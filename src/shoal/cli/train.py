@@ -58,13 +58,11 @@ def command(
 ) -> None:
     """Run the command. Exit status: 0 finished, 75 stopped on request after saving, else failed."""
     from shoal.core.errors import ShoalError
-    from shoal.launch.train import run_file
+    from shoal.launch.train import Launch, run_file
 
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     try:
-        status, summary = run_file(
-            file, overrides or [], given, workers=workers, restarts=restarts, port=port, quiet=as_json
-        )
+        status, summary = run_file(file, overrides or [], given, Launch(workers, restarts, port, quiet=as_json))
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from shoal.core.errors import DataError
 from shoal.data.randomness import sample_seed, seed_all, undisturbed
 from shoal.data.window import DataSettings
 
 _PR_SET_PDEATHSIG = 1
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ def _fetch_here(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw]) -> 
 
 def _fetch_in_workers(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw]) -> Iterator[Any]:
     """One stream over all epochs, so that the processes persist; they end when this is closed."""
+    if START_METHOD != "fork":
+        check_sendable(keyed)
     loader = DataLoader(
         keyed,
         batch_size=None,
@@ -69,7 +74,7 @@ def _fetch_in_workers(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw
         pin_memory=settings.pin_memory,
         worker_init_fn=_Begin(os.getpid(), settings.default_dtype),
         generator=torch.Generator().manual_seed(0),  # else the loader draws its base seed from the model's generator
-        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        multiprocessing_context=START_METHOD,
     )
     iterator = iter(loader)
     try:
@@ -78,6 +83,18 @@ def _fetch_in_workers(keyed: Keyed, settings: DataSettings, draws: Iterable[Draw
         shutdown: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+
+def check_sendable(keyed: Keyed) -> None:
+    """Raises DataError naming what fresh loader workers cannot be sent; forked ones need nothing sent."""
+    for name, value in (("collate", keyed.collate), ("the data set", keyed.dataset)):
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise DataError(
+                f"loader workers were asked for, and on this system they are fresh processes; but {name} {value!r} "
+                f"cannot be sent to them ({error}); use a file's top-level functions and classes, or --loader-workers 0"
+            ) from None
 
 
 class _Draws:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
-from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.lr_schedule import LrSchedule, check_scaled, scale_rates
 from shoal.engine.meet import meet
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
@@ -34,7 +35,7 @@ from shoal.monitor.events import cut_back
 from shoal.monitor.sinks import Sink, Sinks, load_sinks
 from shoal.parallel.replicate.batchnorm import globalise
 from shoal.parallel.replicate.buckets import GradientBuckets
-from shoal.plan.batch import cut_batch
+from shoal.plan.batch import BatchPlan, cut_batch
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,19 @@ class Place:
     restart: int = 0
 
 
-def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tuple[Sink, ...] = ()) -> Run:
-    """Make this rank's run. Collective. Raises before any training step if anything does not fit."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    out = Path(settings.out)
+def build(
+    job: Job,
+    settings: RunSettings,
+    place: Place,
+    hooks: Hooks,
+    sinks: tuple[Sink, ...] = (),
+    origins: Mapping[str, Any] | None = None,
+) -> Run:
+    """Make this rank's run. Collective. Raises before any training step if anything does not fit.
+
+    ``origins`` (where each field and setting has its value from) goes into the run's record."""
+    settings.check("settings")
+    rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(settings.out)
     found, skipped = newest_good(out / "checkpoints") if settings.resume else (None, [])
     found = _agree_on(found)
     reader = Reader(found.path) if found else None
@@ -58,25 +68,22 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
 
     model, notes = _model(job, settings, precision, place.device)
     if settings.init_from and reader is None:
-        load_weights(model, Path(settings.init_from))
+        load_weights(model, settings.init_from, "--init-from")
     norms = globalise(model, None) if ranks > 1 else []
     with precision.user_code():
         seed_all(settings.seed)
         optimizer = NamedOptimizer(job.optimizer(model), model)
+    scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if not trained:
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
-    data_settings = DataSettings(
-        global_batch=batch.global_batch, micro_batch=batch.micro_batch, rank=rank, ranks=ranks, seed=settings.seed,
-        short_windows=settings.short_windows, loader_workers=settings.loader_workers,
-        pin_memory=place.device.type == "cuda", default_dtype=precision.default_dtype,
-        collate=job.collate if type(job).collate is not Job.collate else None,
-    )  # fmt: skip
+    data_settings = _data_settings(job, settings, batch, precision, place)
     with precision.user_code():
         dataset = job.data()
     source = Windows(dataset, data_settings)
     total = total_steps(settings, source.windows_per_epoch)
     schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
+    check_scaled(schedule.chosen, settings.lr_factor)
     optimizer.built = optimizer.describe()
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
     meet("once model, data and optimizer are made")
@@ -95,10 +102,22 @@ def build(job: Job, settings: RunSettings, place: Place, hooks: Hooks, sinks: tu
         run.saver.last_step = run.step_count
     check_same_model(model)
     check_same_data(source)
-    _start_record(run, place, notes + source.notes + _told(skipped, found), batch._asdict())
+    notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
+    _start_record(run, place, notes, {"batch": batch._asdict(), "origins": origins})
     if settings.compile:
         model.compile()
     return run
+
+
+def _data_settings(
+    job: Job, settings: RunSettings, batch: BatchPlan, precision: Precision, place: Place
+) -> DataSettings:
+    return DataSettings(
+        global_batch=batch.global_batch, micro_batch=batch.micro_batch, rank=dist.get_rank(), ranks=batch.ranks,
+        seed=settings.seed, short_windows=settings.short_windows, loader_workers=settings.loader_workers,
+        pin_memory=place.device.type == "cuda", default_dtype=precision.default_dtype,
+        collate=job.collate if type(job).collate is not Job.collate else None,
+    )  # fmt: skip
 
 
 def _agree_on(found: Any) -> Any:
@@ -137,14 +156,15 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
     return model, notes
 
 
-def load_weights(model: nn.Module, source: Path) -> None:
-    """Weights alone, from a checkpoint folder, a run folder or a safetensors file. Raises CheckpointError."""
+def load_weights(model: nn.Module, source: str | Path, asked: str = "weights from") -> None:
+    """Copy the weights of a run's folder, a checkpoint or a safetensors file into ``model``. Raises CheckpointError."""
+    source = Path(source)
     if source.suffix == ".safetensors":
         if not source.exists():
-            raise CheckpointError(f"--init-from {source}: no such file")
+            raise CheckpointError(f"{asked} {source}: no such file")
         problem = _load_exported(model, load_file(source))
         if problem:
-            raise CheckpointError(f"--init-from {source} is of another model: {problem}")
+            raise CheckpointError(f"{asked} {source} is of another model: {problem}")
         return
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     found = newest_good(folder)[0]
@@ -152,7 +172,7 @@ def load_weights(model: nn.Module, source: Path) -> None:
         state.load_model(model, Reader(folder), str(folder))
         return
     if found is None:
-        raise CheckpointError(f"--init-from {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
+        raise CheckpointError(f"{asked} {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
     state.load_model(model, Reader(found.path), str(found.path))
 
 
@@ -234,12 +254,13 @@ def _told(skipped: list[Any], found: Any) -> list[str]:
     return notes
 
 
-def _start_record(run: Run, place: Place, notes: list[str], batch: dict[str, Any]) -> None:
+def _start_record(run: Run, place: Place, notes: list[str], more: dict[str, Any]) -> None:
     """Collective. Rank 0 cuts the events back to where the run stands and writes the record; then all begin rows."""
-    fields = run.job.model_dump(mode="json")
+    fields = record.job_fields(run.job)
     told = {
         "job": record.job_name(run.job), "fields": fields, "settings": run.settings.model_dump(mode="json"),
-        "workers": run.ranks, "batch": batch, "kernels": run.kernels, "torch": torch.__version__,
+        "workers": run.ranks, **more, "lr_factor": run.settings.lr_factor, "kernels": run.kernels,
+        "torch": torch.__version__,
         "device": str(place.device), "parameters": sum(p.numel() for p in run.model.parameters()),
         "windows_per_epoch": run.windows_source.windows_per_epoch,
     }  # fmt: skip

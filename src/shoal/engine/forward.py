@@ -63,6 +63,8 @@ def micro_loss(run: Run, micro: MicroBatch, weights: dict[str, Tensor] | None) -
     counts = term_counts(run, micro) if weights else None
     inputs, targets = run.job.inputs(micro.batch)
     real, full = (0.0, 0.0) if micro.padding else count_tokens(inputs)
+    if full and run.data_settings.collate and not (isinstance(inputs, dict) and "attention_mask" in inputs):
+        run.note_once("padding, if collate() adds any, counts as tokens: the inputs have no attention_mask")
     inputs, targets = run.precision.place(inputs, run.device), run.precision.place(targets, run.device)
     run.mark_padding(micro.padding)
     with run.precision.forward():

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from shoal.engine.run import Run
+from shoal.monitor.stragglers import stragglers
 
 
 def train_loop(run: Run) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def train_loop(run: Run) -> dict[str, Any]:
 
 def summarise(run: Run, seconds: float) -> dict[str, Any]:
     """The run in plain values: what ``--json`` prints."""
+    run.record.flush()
     totals = run.record.totals
     found = dict(run.last_eval or {})
     return {
@@ -37,10 +39,13 @@ def summarise(run: Run, seconds: float) -> dict[str, Any]:
         "eval": found.pop("loss", None),
         "samples_per_s": totals.samples_per_s,
         "tokens_per_s": totals.tokens_per_s,
+        "tokens": totals.tokens,
+        "padded_tokens": totals.padded_tokens,
         "out": str(run.out),
         "metrics": found,
         "seconds": seconds,
         "skipped": totals.skipped,
         "parts": totals.parts(),
         "stopped": run.stopped,
+        "stragglers": [str(found) for found in stragglers(run.out, run.ranks)] if run.rank == 0 else [],
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from shoal.core.errors import ConfigError
 
@@ -42,6 +42,35 @@ def warmup_linear(steps: int, warmup: int = 0, final: float = 0.0) -> Factor:
 def warmup_constant(warmup: int = 0) -> Factor:
     """Linear warm-up over ``warmup`` steps, then 1."""
     return lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+def scale_rates(optimizer: Optimizer, factor: float) -> str | None:
+    """Multiply the base rate of every group, before its schedule is built; what to tell of it, None where nothing.
+
+    Raises ConfigError where a schedule exists already, which has read the rates as they were.
+    """
+    if factor == 1.0:
+        return None
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"lr_scaling linear (x {factor:g}) was asked for, but a scheduler over this optimizer exists already; "
+            "give a function step -> factor, or build the scheduler in the job's lr_schedule()"
+        )
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    changes = [f"{lr:g} -> {lr * factor:g}" for lr in dict.fromkeys(before)]
+    return f"learning rate x {factor:g} (linear, global batch / base batch): {', '.join(changes)}"
+
+
+def check_scaled(chosen: Any, factor: float) -> None:
+    """Raises ConfigError for a scheduler that sets rates of its own, whatever the optimizer's base rates."""
+    for part in (chosen, *getattr(chosen, "_schedulers", ())):
+        if factor != 1.0 and isinstance(part, OneCycleLR | CyclicLR):
+            raise ConfigError(
+                f"lr_scaling linear (x {factor:g}) was asked for, but {type(part).__name__} sets the rates it was "
+                "given whatever the base rate is; scale them in the job, or use a function step -> factor"
+            )
 
 
 class LrSchedule:

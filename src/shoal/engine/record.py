@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,23 @@ from shoal.monitor.summary import RunTotals
 RECORD = "run.json"
 
 
+def module_name(cls: type[Job]) -> str:
+    """The name of the job's file, also where that file is the program itself."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if cls.__module__ == "__main__" and file and Path(file).is_file():
+        return Path(file).stem
+    return cls.__module__.rpartition(".")[2]
+
+
 def job_name(job: Job) -> str:
     """What identifies a job: the name of its module (its file's) and of its class."""
-    return f"{type(job).__module__.rpartition('.')[2]}.{type(job).__name__}"
+    return f"{module_name(type(job))}.{type(job).__name__}"
+
+
+def job_fields(job: Job) -> dict[str, Any]:
+    """The job's fields as JSON values; a function or an object by its name."""
+    named = lambda value: getattr(value, "__qualname__", type(value).__qualname__)  # noqa: E731
+    return job.model_dump(mode="json", serialize_as_any=True, fallback=named)
 
 
 def read_json(path: Path) -> Any:
@@ -66,7 +81,7 @@ def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
             f"a resumed run keeps these settings ({'; '.join(fixed)}); leave them, or start anew in another --out. "
             f"These may change: {', '.join(sorted(MAY_CHANGE))}, workers, and the job's fields"
         )
-    fields = job.model_dump(mode="json")
+    fields = job_fields(job)
     return [
         f"{name} was {found['fields'][name]!r} and is now {value!r}"
         for name, value in fields.items()

@@ -23,6 +23,12 @@ class RunSettings(Settings):
     )
     precision: Precision = Field("fp32", description="compute precision; weights and optimizer stay float32")
     clip: float | None = Field(None, gt=0, description="largest global gradient norm (default: no clipping)")
+    lr_scaling: Literal["none", "linear"] = Field(
+        "none", description="linear: the job's learning rates times global batch / base batch; none: as the job says"
+    )
+    base_batch: int | None = Field(
+        None, ge=1, description="global batch that the job's learning rates are meant for (with --lr-scaling linear)"
+    )
     seed: int = Field(0, ge=0, description="seed of weights, data order and randomness")
     out: str = Field("runs/{job}", description="the run's folder")
     resume: bool = Field(False, description="go on from the newest good checkpoint in --out")
@@ -45,6 +51,22 @@ class RunSettings(Settings):
     )
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MB")
     sinks: tuple[str, ...] = Field(("tensorboard",), description="where else events go")
+
+    def contradictions(self) -> list[str]:
+        """Settings that are good alone but not together."""
+        found = []
+        if self.lr_scaling == "linear" and self.base_batch is None:
+            found.append(
+                "lr_scaling linear was asked for without base_batch; give the global batch that the job's rates are for"
+            )
+        if self.lr_scaling == "none" and self.base_batch is not None:
+            found.append(f"base_batch {self.base_batch} without lr_scaling does nothing; add --lr-scaling linear")
+        return found
+
+    @property
+    def lr_factor(self) -> float:
+        """What the job's base rates are multiplied by: 1, or global batch / base batch."""
+        return self.global_batch / self.base_batch if self.lr_scaling == "linear" and self.base_batch else 1.0
 
 
 #: Settings that may differ when a run is resumed; any other must be as it was.

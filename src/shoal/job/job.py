@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.core.errors import ConfigError
+from shoal.core.fields import faults_of, fill
 
 
 class Job(BaseModel):
@@ -12,9 +15,22 @@ class Job(BaseModel):
 
     ``model``, ``data``, ``loss`` and ``optimizer`` must be written; the rest have defaults. A batch is a pair
     (inputs, targets): inputs is a tensor, a tuple (positional) or a dict (keywords), passed to the model as such.
+
+    A field may hold named values itself (a pydantic model, a dataclass, a dict): what is given for it is merged onto
+    its default. Making a job raises ConfigError naming every field that is unknown or of the wrong type.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), validate_default=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        where = type(self).__name__
+        ready, faults = fill(type(self), values, where)
+        try:
+            super().__init__(**ready)
+        except ValidationError as error:
+            faults += faults_of(error, type(self), where, skip=values.keys() - ready.keys())
+        if faults:
+            raise ConfigError("\n".join(faults)) from None
 
     def model(self) -> Any:
         """The ``nn.Module`` to train. Called under the run's seed on every rank."""

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, nearest
-from shoal.core.settings import checked, split_override
+from shoal.core.fields import flat, nest
+from shoal.core.settings import split_override
+from shoal.engine.record import job_fields, module_name
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
 
 
-def load_class(file: str) -> type[Job]:
-    """The Job class in ``file``: the only one, or the one called Job. Raises ConfigError."""
+class LoadingStops(BaseException):
+    """Ends the loading of a job's file where the file itself starts a run: that run is under way already."""
+
+
+_loading: list[str] = []  # the files being loaded
+
+
+def loading() -> bool:
+    """Whether a job's file is being loaded right now."""
+    return bool(_loading)
+
+
+def load_class(file: str, name: str | None = None) -> type[Job]:
+    """The Job class in ``file``: the one called ``name``, else the only one, or the one called Job.
+
+    The file may end by starting a run without a main guard; loading stops there. Raises ConfigError.
+    """
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{file}: no such file; give the Python file with your Job")
@@ -26,31 +43,43 @@ def load_class(file: str) -> type[Job]:
     sys.modules[path.stem] = module
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    _loading.append(file)
+    stopped = ""
+    try:
+        spec.loader.exec_module(module)
+    except LoadingStops:
+        stopped = "; loading it stopped at its call of shoal.train"
+    finally:
+        _loading.pop()
     found = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Job) and value is not Job and value.__module__ == path.stem
     ]
-    named = [value for value in found if value.__name__ == "Job"]
-    chosen = named or found
+    wanted = [value for value in found if value.__name__ == (name or "Job")]
+    chosen = wanted or ([] if name else found)
     if len(chosen) != 1:
         what = "no Job" if not chosen else f"{len(chosen)} Jobs ({', '.join(value.__name__ for value in chosen)})"
-        raise ConfigError(f"{file} has {what}; write one `class Job(shoal.Job)` in it")
+        raise ConfigError(f"{file} has {what}; write one `class {name or 'Job'}(shoal.Job)` at its top level{stopped}")
     return chosen[0]
 
 
-def make_job(cls: type[Job], overrides: Sequence[str]) -> Job:
-    """A job with ``field=value`` overrides, each of the field's type. Raises ConfigError, all faults in one."""
-    values = dict(split_override(text) for text in overrides)
-    flags = [name for name in values if name not in cls.model_fields and name in RunSettings.model_fields]
-    if flags:
-        raise ConfigError(
-            "; ".join(
-                f"{name!r} is a setting of the run; write --{name.replace('_', '-')} {values[name]}" for name in flags
-            )
-        )
-    return checked(cls, values, cls.__name__)
+def make_job(cls: type[Job], overrides: Sequence[str] | Mapping[str, Any]) -> Job:
+    """A job with ``field=value`` overrides, or a mapping of them, each of the field's type.
+
+    ``a.x=5`` changes x alone in the field a. Raises ConfigError, all faults in one.
+    """
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(split_override, overrides))
+    flags = [pair for pair in pairs if pair[0] not in cls.model_fields and pair[0] in RunSettings.model_fields]
+    faults = [f"{name!r} is a setting of the run; write --{name.replace('_', '-')} {value}" for name, value in flags]
+    values, twice = nest(pair for pair in pairs if pair not in flags)
+    try:
+        job = cls(**values)
+    except ConfigError as error:
+        raise ConfigError("\n".join([*faults, *twice, str(error)])) from None
+    if faults or twice:
+        raise ConfigError("\n".join([*faults, *twice]))
+    return job
 
 
 def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
@@ -66,12 +95,25 @@ def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
             f"{cls.__name__}.defaults: no setting {unknown[0]!r}; {nearest(unknown[0], RunSettings.model_fields)}"
         )
     settings = RunSettings.parse({**defaults, **given}, "settings")
-    return settings.model_copy(update={"out": settings.out.replace("{job}", cls.__module__.rpartition(".")[2])})
+    return settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))})
 
 
-def job_file(job: Job) -> str:
-    """The file that a job's class stands in. Raises ConfigError for one typed into a session."""
+def origins(job: Job, overrides: Iterable[str], given: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Where each field of the job and each setting of the run has its value from: given, job or default."""
+    paths = list(overrides)
+    fields = {
+        name: "given" if any(f"{name}.".startswith(f"{path}.") for path in paths) else "job"
+        for name, _ in flat(job_fields(job))
+    }
+    defaults, asked = getattr(type(job), "defaults", {}), set(given)
+    settings = {
+        name: "given" if name in asked else "job" if name in defaults else "default"
+        for name in RunSettings.model_fields
+    }
+    return {"fields": fields, "settings": settings}
+
+
+def job_file(job: Job) -> str | None:
+    """The file that a job's class stands in; None for one typed into a session."""
     file = getattr(sys.modules.get(type(job).__module__), "__file__", None)
-    if file is None:
-        raise ConfigError(f"{type(job).__name__} stands in no file; put it in one, so that workers can load it")
-    return file
+    return str(Path(file).resolve()) if file and Path(file).is_file() else None  # "<stdin>" is none

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
 from shoal.core.errors import ConfigError, LaunchError
+from shoal.launch.spawn import check_sendable, hidden_main, start_method
 from shoal.launch.watch import Beats, Watch, describe, overdue, process_state
 from shoal.launch.worker import done_path, error_path, stack_path, work
 from shoal.launch.world import World
@@ -69,9 +70,8 @@ def run_workers(
 
     Restarts all workers after a failure, up to ``restarts`` times, if they had done a step and the error is
     not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers. Call from
-    the main thread, and on CPU before any torch operation that uses several threads: workers are forked, and
-    would hang in such operations after it. ``entry`` must be picklable for CUDA. Raises ConfigError,
-    LaunchError."""
+    the main thread. On CPU workers are forked; where forks would not work they are fresh processes, as on CUDA, and
+    ``entry`` must be picklable. Raises ConfigError, LaunchError."""
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +105,13 @@ class _Attempt:
         self.entry, self.workers, self.folder = entry, workers, folder
         self.device, self.restart, self.watch = device, restart, watch
         self.progressed = False
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        own = device != "cpu" or "OMP_NUM_THREADS" in os.environ
+        self._threads = None if own else max(1, cores // workers)
+        self._method, why = start_method(device, self._threads)
+        if self._method == "spawn":
+            with hidden_main():
+                check_sendable(entry, why)
         self._beats = Beats(folder / "beats", workers)
         self._beats.clear()
         self._pids: dict[int, int] = {}
@@ -126,19 +133,16 @@ class _Attempt:
 
     def _start(self, store: Any, asked: _Asked) -> PContext:
         """Start all workers with signals held back, so that none is lost between two handlers."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        own = self.device != "cpu" or "OMP_NUM_THREADS" in os.environ
-        threads = None if own else max(1, cores // self.workers)
         args, envs = {}, {}
         for rank in range(self.workers):
             world = World(rank, rank, self.workers, self.restart, launched=True)
-            args[rank] = (self.entry, world, self.folder, os.getpid(), threads)
+            args[rank] = (self.entry, world, self.folder, os.getpid(), self._threads)
             envs[rank] = _worker_environment(world, store.port)
         logs = DefaultLogsSpecs(log_dir=str(self.folder / "elastic"))
         signal.pthread_sigmask(signal.SIG_BLOCK, set(_SIGNALS))
         try:
-            method = "fork" if self.device == "cpu" else "spawn"
-            context = start_processes("shoal", work, args, envs, logs, start_method=method)
+            with hidden_main() if self._method == "spawn" else contextlib.nullcontext():
+                context = start_processes("shoal", work, args, envs, logs, start_method=self._method)
         finally:
             for number in _SIGNALS:  # elastic has set its own
                 signal.signal(number, asked)

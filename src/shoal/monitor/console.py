@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from shoal.monitor.summary import duration
+from shoal.monitor.summary import duration, start_text
 
 PLAIN_EVERY_S = 1.0
 LIVE_EVERY_S = 0.1
@@ -38,7 +38,9 @@ class Console:
         self._waiting: dict[str, Any] | None = None
 
     def start(self, record: dict[str, Any]) -> None:
-        """Begin the live line; ``record['steps']`` is where it ends."""
+        """Say what begins, then begin the live line; ``record['steps']`` is where it ends."""
+        for text in start_text(record):
+            self._say(text)
         self._total = record.get("steps")
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")

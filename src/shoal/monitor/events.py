@@ -4,10 +4,12 @@ Every row has ``kind`` and ``time`` (seconds since 1970). A *step* row is writte
 every rank and is the only kind that has both ``loss`` and ``grad_norm``:
 
     step, epoch, loss, grad_norm, lr, count, step_s, data_wait_s, forward_backward_s, sync_exposed_s,
-    optimizer_s, checkpoint_stall_s, other_s, memory_bytes, samples, tokens
+    optimizer_s, checkpoint_stall_s, other_s, memory_bytes, samples, tokens, padded_tokens
 
-``loss``, ``count``, ``samples`` and ``tokens`` are of the whole global batch (``tokens`` is null where the
-data has none); the parts between ``data_wait_s`` and ``other_s`` do not overlap and add up to ``step_s``.
+``loss``, ``count``, ``samples`` and the tokens are of the whole global batch. Three numbers of tokens have three
+names: ``padded_tokens`` are all positions, ``tokens`` those that the inputs' ``attention_mask`` keeps (all, without
+one), ``count`` those that the loss counted; the first two are null where the data has none.
+The parts between ``data_wait_s`` and ``other_s`` do not overlap and add up to ``step_s``.
 
 The other kinds: *run* (the record of an attempt), *eval* (step, loss, metrics.NAME), *checkpoint* (step,
 seconds), *skip* (step, reason), *note* (text), *end* (step, reason).

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from shoal.core.fields import flat
+
 PARTS = {
     "data_wait_s": "waiting for data",
     "forward_backward_s": "forward and backward",
@@ -27,6 +29,7 @@ class RunTotals:
         self.steps = 0
         self.samples = 0
         self.tokens: int | None = None
+        self.padded_tokens: int | None = None
         self.seconds = 0.0
         self.skipped = 0
         self._first: tuple[float, int, int] = (0.0, 0, 0)
@@ -47,6 +50,7 @@ class RunTotals:
         self.samples += samples
         if tokens is not None:
             self.tokens = (self.tokens or 0) + tokens
+            self.padded_tokens = (self.padded_tokens or 0) + (row.get("padded_tokens") or tokens)
         self._recent.append(seconds)
         for part in PARTS:
             self._parts[part] += row.get(part) or 0.0
@@ -79,9 +83,9 @@ class RunTotals:
 def summary(result: Mapping[str, Any]) -> str:
     """The end of a run in a few lines.
 
-    ``result``: ``steps, loss, eval, metrics, samples_per_s, tokens_per_s, out, seconds, skipped, parts``;
-    whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a mapping of numbers, ``parts``
-    the seconds of the mean step by the names of a step row.
+    ``result``: ``steps, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out, seconds,
+    skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a mapping of
+    numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
     """
     lines = [_head(result)]
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
@@ -97,15 +101,47 @@ def summary(result: Mapping[str, Any]) -> str:
     ]
     if rates:
         lines.append("  " + ", ".join(rates) + " over all workers")
+    real, padded = result.get("tokens"), result.get("padded_tokens")
+    if real and padded and padded > real:
+        lines.append(f"  {real:,.0f} tokens; {padded:,.0f} with padding ({(padded - real) / padded:.0%} of it padding)")
     parts = result.get("parts") or {}
     total = sum(parts.values())
     if total > 0:
         shares = sorted(((value / total, name) for name, value in parts.items()), reverse=True)
         shown = ", ".join(f"{PARTS.get(name, name)} {share:.0%}" for share, name in shares if share >= 0.005)
         lines.append(f"  mean step {duration(total)}: {shown}")
+    lines += [f"  {sentence}" for sentence in result.get("stragglers") or ()]
     if result.get("out") is not None:
         lines.append(f"  in {result['out']}")
     return "\n".join(lines)
+
+
+def start_text(record: Mapping[str, Any]) -> list[str]:
+    """The beginning of a run: its batch, its length, and every value with where it is from.
+
+    ``record``: ``batch, windows_per_epoch, steps, fields, settings, origins`` of a run's record; what is missing is
+    left out.
+    """
+    lines = []
+    if batch := record.get("batch"):
+        text = "global batch {global_batch} = {ranks} worker(s) x {accumulation} micro-batch(es) of {micro_batch}"
+        lengths = [
+            f"{record[name]:,} {words}"
+            for name, words in (("windows_per_epoch", "steps per epoch"), ("steps", "steps in all"))
+            if record.get(name) is not None
+        ]
+        lines.append("; ".join([text.format(**batch), *lengths]))
+    origins = record.get("origins") or {}
+    for origin, words in (("given", "given"), ("job", "from the job's file"), ("default", "by default")):
+        shown = [
+            f"{prefix}{name}={value}"
+            for part, prefix in (("fields", ""), ("settings", "--"))
+            for name, value in flat(record.get(part) or {})
+            if (origins.get(part) or {}).get(name) == origin
+        ]
+        if shown:
+            lines.append(f"{words}: {' '.join(shown)}")
+    return lines
 
 
 def duration(seconds: float) -> str:

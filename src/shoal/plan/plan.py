@@ -22,7 +22,7 @@ Role = Literal["column", "row", "vocabulary", "packed-column", "head-wise", "rep
 
 
 class Plan(Settings):
-    """How to run a job: everything that is decided before the first step. ``check`` says what does not fit together."""
+    """How to run a job: everything that is decided before the first step. ``fits`` says what does not fit together."""
 
     mesh: Mesh = Field(default=Mesh(), description="ranks along each axis")
     schedule: ScheduleName | None = Field(default=None, description="order of forwards and backwards in the pipeline")
@@ -51,11 +51,15 @@ class Plan(Settings):
         """Into how many stages the model is cut."""
         return self.mesh.pipeline * self.chunks
 
-    def check(self, workers: int | None = None) -> None:
+    def contradictions(self) -> list[str]:
+        """What does not fit together."""
+        return _context(self) + _pipeline(self) + _tensor(self) + _batch(self)
+
+    def fits(self, workers: int | None = None, where: str = "plan") -> None:
         """Raise ConfigError that lists all that does not fit together, or does not fit ``workers`` ranks."""
-        found = _world(self, workers) + _pipeline(self) + _tensor(self) + _batch(self)
+        found = _world(self, workers) + self.contradictions()
         if found:
-            raise ConfigError("\n".join(f"plan: {conflict}" for conflict in found))
+            raise ConfigError("\n".join(f"{where}: {conflict}" for conflict in found))
 
     def diff(self, other: Plan) -> list[str]:
         """The fields that differ, each with this plan's value and the other's."""
@@ -90,15 +94,18 @@ def _show(value: Any) -> str:
 
 
 def _world(plan: Plan, workers: int | None) -> list[str]:
-    found = []
-    if workers is not None and workers != plan.mesh.size:
-        found.append(
-            f"mesh {plan.mesh} makes {plan.mesh.size} ranks, and there are {workers} workers; "
-            f"start {plan.mesh.size} workers or change a degree"
-        )
-    if plan.mesh.context > 1:
-        found.append(f"context={plan.mesh.context}, but sequences cannot be split over ranks yet; set context = 1")
-    return found
+    if workers is None or workers == plan.mesh.size:
+        return []
+    return [
+        f"mesh {plan.mesh} makes {plan.mesh.size} ranks, and there are {workers} workers; "
+        f"start {plan.mesh.size} workers or change a degree"
+    ]
+
+
+def _context(plan: Plan) -> list[str]:
+    if plan.mesh.context == 1:
+        return []
+    return [f"context={plan.mesh.context}, but sequences cannot be split over ranks yet; set context = 1"]
 
 
 def _pipeline(plan: Plan) -> list[str]:
