@@ -24,15 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "end_to_end"))
 
 import torch
-from commands import finish, losses, processes_of, saved, shoal, start, write_job
-
-
-def children(pid: int) -> list[int]:
-    """The processes that ``pid`` has started."""
-    try:
-        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+from commands import children, finish, losses, processes_of, saved, shoal, start, write_job
 
 
 class Killed:

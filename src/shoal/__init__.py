@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.engine.build import load_weights as load_weights
+    from shoal.engine.weights import load_weights as load_weights
     from shoal.engine.lr_schedule import warmup_constant as warmup_constant
     from shoal.engine.lr_schedule import warmup_cosine as warmup_cosine
     from shoal.engine.lr_schedule import warmup_linear as warmup_linear
@@ -22,7 +22,7 @@ _HOME = {
     "Job": "shoal.job",
     "Loss": "shoal.job",
     "Run": "shoal.engine.run",
-    "load_weights": "shoal.engine.build",
+    "load_weights": "shoal.engine.weights",
     "prepare": "shoal.launch.prepare",
     "train": "shoal.launch.train",
     "warmup_constant": "shoal.engine.lr_schedule",

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shoal.checkpoint import Reader, Writer, newest_good
 from shoal.checkpoint.files import FileSystem
+from shoal.checkpoint.layout import MANIFEST, seal, unseal
+
+
+class FullDisk(FileSystem):
+    """Takes some bytes, then has no space."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> None:
+        if len(data) > self.room_bytes:
+            super().write(descriptor, memoryview(data)[: self.room_bytes])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room_bytes -= len(data)
+        super().write(descriptor, data)
 
 
 def state(mark: float = 1.0, finite: bool = True) -> dict[str, torch.Tensor]:
@@ -57,3 +76,10 @@ def newest(folder: Path) -> int | None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let ``change`` work on the body of a checkpoint's manifest, which stays whole."""
+    body = unseal(path / MANIFEST)
+    change(body)
+    (path / MANIFEST).write_bytes(seal(body))

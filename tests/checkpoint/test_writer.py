@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving import assert_holds, names, newest, save, state, writers
+from saving import FullDisk, assert_holds, names, newest, save, state, writers
 
 from shoal.checkpoint import Reader, Writer, checkpoints, newest_good
 from shoal.checkpoint.files import FileSystem
@@ -20,20 +21,6 @@ from shoal.checkpoint.writer import shares
 from shoal.core.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
-
-
-class FullDisk(FileSystem):
-    """Takes some bytes, then has no space."""
-
-    def __init__(self, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
-
-    def write(self, descriptor: int, data: bytes | memoryview) -> None:
-        if len(data) > self.room_bytes:
-            super().write(descriptor, memoryview(data)[: self.room_bytes])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room_bytes -= len(data)
-        super().write(descriptor, data)
 
 
 class Held(FileSystem):
@@ -159,6 +146,30 @@ def test_pointer_and_rotation_wait_for_the_delayed_writer(tmp_path):
     assert_holds(tmp_path / "step-10", 10, state(2.0))
 
 
+def test_a_kill_while_the_writer_is_held_leaves_the_older_one(tmp_path):
+    """https://github.com/KempnerInstitute/KempnerForge/issues/102"""
+    save(writers(tmp_path, 1, keep=1), 5, state(1.0))
+    process = multiprocessing.get_context("fork").Process(target=_held_save, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "step-10.partial").exists():
+        assert process.exitcode is None
+        time.sleep(0.01)
+    assert newest(tmp_path) == 5
+    process.kill()
+    process.join()
+    assert newest(tmp_path) == 5
+    assert_holds(tmp_path / "step-5", 5, state(1.0))
+    Writer(tmp_path, 0, 1, keep=1)
+    assert names(tmp_path) == ["step-5"]
+    assert_holds(tmp_path / "step-5", 5, state(1.0))
+
+
+def _held_save(folder: Path) -> None:
+    [writer] = writers(folder, 1, keep=1, files={0: Held()})
+    writer.begin(10, state(2.0), {"step": 10})
+    writer.wait()
+
+
 def test_checkpoint_is_of_the_moment_it_was_begun(tmp_path):
     """https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3267"""
     held = Held()
@@ -205,17 +216,22 @@ def test_damaged_checkpoints_never_push_out_good_ones(tmp_path):
 
 
 def test_ranks_do_not_race_on_the_folders(tmp_path):
-    """https://github.com/huggingface/transformers/issues/28015"""
+    """Ranks raced on creating, renaming or deleting the folder; a delay of 0 to 50 ms precedes every file operation.
+
+    https://github.com/huggingface/transformers/issues/28015 https://github.com/karpathy/nanochat/pull/336
+    https://github.com/Physical-Intelligence/openpi/pull/969 https://github.com/huggingface/transformers/issues/20988
+    """
 
     class Slow(FileSystem):
         def __init__(self, seed: int) -> None:
             self.random = random.Random(seed)
 
         def __getattribute__(self, name: str):
-            if name in ("mkdir", "create", "rename", "unlink", "rmdir", "listdir", "fsync", "fsync_dir"):
-                time.sleep(object.__getattribute__(self, "random").random() * 0.004)
+            if name in operations:
+                time.sleep(0.05 * object.__getattribute__(self, "random").random() ** 8)  # few are long
             return object.__getattribute__(self, name)
 
+    operations = {name for name in vars(FileSystem) if not name.startswith("_")}
     ranks, failures = 8, []
     barrier = threading.Barrier(ranks, timeout=30)
 

@@ -19,7 +19,7 @@ from shoal.checkpoint.reader import Reader, newest_good
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 JOB = '''
-import os, signal, time
+import errno, os, signal, time
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,6 +29,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.checkpoint.files import FileSystem
+
+
+def fill_disk(step):
+    """Rank 1's shard of ``step`` finds no space."""
+    write = FileSystem.write
+
+    def full(self, descriptor, data):
+        if f"/step-{step}.partial/shard-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, descriptor, data)
+
+    FileSystem.write = full
 
 
 def samples(n, seed):
@@ -65,6 +78,8 @@ class Job(shoal.Job):
         return samples(self.held_out, 2) if self.held_out else None
 
     def optimizer(self, model):
+        if self.fault == "full disk":
+            fill_disk(self.at)
         return torch.optim.AdamW(model.parameters(), lr=self.lr)
 
     def lr_schedule(self, optimizer, steps):
@@ -213,6 +228,14 @@ def assert_same_bits(one: Path, other: Path) -> None:
     assert values == values_other
     keys = ("step", "epoch", "loss", "grad_norm", "lr", "count")
     assert [[row[key] for key in keys] for row in rows(one)] == [[row[key] for key in keys] for row in rows(other)]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` has started and that live."""
+    try:
+        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def processes_of(text: str) -> list[int]:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import Result, assert_same_bits, finish, losses, processes_of, rows, shoal, start, until, write_job
+from commands import (
+    Result,
+    assert_same_bits,
+    children,
+    finish,
+    losses,
+    processes_of,
+    rows,
+    shoal,
+    start,
+    until,
+    write_job,
+)
+
+from shoal.checkpoint import verify_checkpoints
 
 pytestmark = pytest.mark.ranks
 
@@ -114,6 +130,68 @@ def test_a_killed_launcher_leaves_no_process_and_resume_goes_on(whole: Result, f
     resumed = shoal("train", "tiny.py", *RUN, "--resume", "--out", "launcher_killed", cwd=folder)
     assert resumed.status == 0, resumed.err
     assert_same_bits(folder / "whole", folder / "launcher_killed")
+
+
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_processes_that_read_data_end_with_whom_they_read_for(folder: Path, victim: str) -> None:
+    """Loader processes are the workers' own children, which nobody else would end."""
+    out = f"readers_of_{victim}"
+    process = start("train", "tiny.py", *RUN, "slow=0.05", "--loader-workers", 1, "--out", out, cwd=folder)
+    until(lambda: len(rows(folder / out)) > 1, what="a second step")
+    workers = children(process.pid)
+    readers = [pid for worker in workers for pid in children(worker)]
+    assert len(workers) == 2 and len(readers) == 2
+    os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+    finish(process)
+    assert process.returncode == (128 + signal.SIGKILL if victim == "worker" else -signal.SIGKILL)
+    until(lambda: not processes_of(out), timeout_s=3, what="the end of all processes")
+
+
+def no_space(result: Result, step: int) -> re.Match[str]:
+    """The run failed because a shard of ``step`` did not fit; bytes needed and free."""
+    assert result.status == 1, result.err
+    assert "Traceback" not in result.err
+    said = re.search(
+        rf"error: rank \d: cannot write rank \d's shard of step {step} in .*No space left on device; "
+        r"it needs (\d+) bytes, (\d+) bytes are free; free space, keep fewer, or use another --out",
+        result.err,
+    )
+    assert said, result.err
+    return said
+
+
+def test_a_full_disk_ends_the_run_with_the_numbers_and_keeps_the_last_checkpoint(whole: Result, folder: Path) -> None:
+    """https://github.com/axolotl-ai-cloud/axolotl/pull/2177 https://github.com/facebookresearch/mmf/issues/870
+    https://github.com/bghira/SimpleTuner/pull/2989"""
+    failed = shoal("train", "tiny.py", *RUN, "fault=full disk", "at=12", "--out", "full", cwd=folder)
+    no_space(failed, 12)
+    assert [path.name for path in (folder / "full" / "checkpoints").iterdir()] == ["step-6"]
+    assert [found.problem for found in verify_checkpoints(folder / "full")] == [None]
+    resumed = shoal("train", "tiny.py", *RUN, "--resume", "--out", "full", cwd=folder)
+    assert resumed.status == 0, resumed.err
+    assert_same_bits(folder / "whole", folder / "full")
+
+
+def test_a_disk_that_fills_up_leaves_a_run_that_goes_on_once_there_is_space(folder: Path) -> None:
+    """On a real file system of 2.5 MB, of which a checkpoint takes 1.4; see the test above.
+    https://github.com/axolotl-ai-cloud/axolotl/pull/2177"""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        words = ("train", "tiny.py", *RUN, "width=20000", "--steps", 12, "--out", "disk/run")
+        said = no_space(shoal(*words, cwd=folder), 12)
+        assert int(said[1]) > 500_000 > int(said[2])
+        assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step-6"]
+        assert [found.problem for found in verify_checkpoints(disk / "run")] == [None]
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        resumed = shoal(*words, "--resume", cwd=folder)
+        assert resumed.status == 0, resumed.err
+        assert [found.step for found in verify_checkpoints(disk / "run")] == [12, 6]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_sigterm_is_heard_during_a_long_evaluation(folder: Path) -> None:

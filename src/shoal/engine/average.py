@@ -8,13 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shoal.engine.names import plain
+
 
 class WeightAverage:
     """Keeps an exponential average of the parameters that train; does nothing where ``decay`` is None."""
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         self.decay = decay
-        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        trained = [(plain(name), param) for name, param in model.named_parameters() if param.requires_grad]
         self._params = [param for _, param in trained] if decay is not None else []
         self._average = [param.detach().clone() for param in self._params]
         self._names = [name for name, _ in trained] if decay is not None else []

@@ -12,24 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
-from shoal.checkpoint.reader import Reader, newest_good
+from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import Writer
-from shoal.core.errors import CheckpointError, ConfigError, DataError, ModelError
+from shoal.core.errors import ConfigError, DataError, ModelError
 from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
+from shoal.engine.found import newest_everywhere
 from shoal.engine.lr_schedule import LrSchedule, check_scaled, scale_rates
 from shoal.engine.meet import meet
+from shoal.engine.names import plain, refuse_parallel
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.randomness import seed_all
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
+from shoal.engine.weights import load_weights
 from shoal.job import Job
 from shoal.monitor.events import cut_back
 from shoal.monitor.sinks import Sink, Sinks, load_sinks
@@ -59,8 +61,7 @@ def build(
     ``origins`` (where each field and setting has its value from) goes into the run's record."""
     settings.check("settings")
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(settings.out)
-    found, skipped = newest_good(out / "checkpoints") if settings.resume else (None, [])
-    found = _agree_on(found)
+    found, skipped = newest_everywhere(out / "checkpoints") if settings.resume else (None, [])
     reader = Reader(found.path) if found else None
     chosen = _same_kernels(settings, place.device, reader)
     precision = Precision(settings.precision, place.device.type)
@@ -68,13 +69,13 @@ def build(
 
     model, notes = _model(job, settings, precision, place.device)
     if settings.init_from and reader is None:
-        load_weights(model, settings.init_from, "--init-from")
+        notes += load_weights(model, settings.init_from, "--init-from")
     norms = globalise(model, None) if ranks > 1 else []
     with precision.user_code():
         seed_all(settings.seed)
         optimizer = NamedOptimizer(job.optimizer(model), model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    trained = [(plain(name), param) for name, param in model.named_parameters() if param.requires_grad]
     if not trained:
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
     data_settings = _data_settings(job, settings, batch, precision, place)
@@ -120,15 +121,6 @@ def _data_settings(
     )  # fmt: skip
 
 
-def _agree_on(found: Any) -> Any:
-    """Collective. The newest checkpoint that verified on all ranks: the oldest of what they found."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    if any(one is None for one in every):
-        return None
-    return min(every, key=lambda one: one.step)
-
-
 def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | None) -> dict[str, Any]:
     """Collective. Rank 0 measures; all use its choice, and a resumed run its old one, also before its first save."""
     saved = reader.values.get("kernels") if reader else None
@@ -147,6 +139,7 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
         model = job.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
+    refuse_parallel(model)
     notes = precision.widen(model)
     model.to(device)
     model.train()
@@ -154,39 +147,6 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
     if drops and dist.get_world_size() > 1:
         notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
     return model, notes
-
-
-def load_weights(model: nn.Module, source: str | Path, asked: str = "weights from") -> None:
-    """Copy the weights of a run's folder, a checkpoint or a safetensors file into ``model``. Raises CheckpointError."""
-    source = Path(source)
-    if source.suffix == ".safetensors":
-        if not source.exists():
-            raise CheckpointError(f"{asked} {source}: no such file")
-        problem = _load_exported(model, load_file(source))
-        if problem:
-            raise CheckpointError(f"{asked} {source} is of another model: {problem}")
-        return
-    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    found = newest_good(folder)[0]
-    if found is None and (folder / "MANIFEST.json").exists():
-        state.load_model(model, Reader(folder), str(folder))
-        return
-    if found is None:
-        raise CheckpointError(f"{asked} {source} holds no good checkpoint; name a run, a step-N or a .safetensors")
-    state.load_model(model, Reader(found.path), str(found.path))
-
-
-def _load_exported(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
-    mine, tied = state.model_tensors(model)
-    for name, tensor in mine.items():
-        short = name.removeprefix("model/")
-        given = next((tensors[n] for n in [short, *(k for k, v in tied.items() if v == short)] if n in tensors), None)
-        if given is None:
-            return f"{short} is missing; it has {', '.join(list(tensors)[:3])}, ..."
-        if given.shape != tensor.shape:
-            return f"{short} has shape {tuple(given.shape)}, the model's is {tuple(tensor.shape)}"
-        tensor.copy_(given)
-    return None
 
 
 def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
+from shoal.engine.names import plain
+
+KERNELS = ("fused", "foreach")  # how a step is computed, not what
 
 
 class NamedOptimizer:
@@ -19,7 +22,7 @@ class NamedOptimizer:
         if isinstance(optimizer, LBFGS):
             raise ModelError("LBFGS evaluates the loss several times per step; use a first-order optimizer")
         self.optimizer = optimizer
-        self.names = {id(param): name for name, param in model.named_parameters()}
+        self.names = {id(param): plain(name) for name, param in model.named_parameters()}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in self.names:
@@ -28,6 +31,7 @@ class NamedOptimizer:
                         "build it over model.named_parameters() of the model it is given"
                     )
         self.fused = _make_fast(optimizer)
+        self._untried = False  # state was loaded, and no step was taken with it yet
         self.built = self.describe()
 
     def describe(self) -> list[dict[str, Any]]:
@@ -43,8 +47,25 @@ class NamedOptimizer:
             inverse = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.optimizer.grad_scale = inverse  # type: ignore[attr-defined]  # read by torch's fused kernels
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except KeyError as error:
+            if (lacking := self._lacking(error)) is None:
+                raise
+            raise lacking from error
+        self._untried = False
         return True
+
+    def _lacking(self, error: KeyError) -> CheckpointError | None:
+        """What to say where the error is about state that the checkpoint did not hold."""
+        key = error.args[0]
+        names = [self.names[id(param)] for param, state in self.optimizer.state.items() if state and key not in state]
+        if not (self._untried and names):
+            return None
+        return CheckpointError(
+            f"the checkpoint's optimizer state of {names[0]} has no {key!r}, which {type(self.optimizer).__name__} "
+            "needs; resume with the torch and the optimizer that wrote it, or take weights alone with --init-from"
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """State tensors as ``optimizer/<key>/<parameter name>``."""
@@ -78,7 +99,8 @@ class NamedOptimizer:
     def load(self, values: dict[str, Any], read: Any) -> tuple[list[str], list[float]]:
         """Take up saved state; ``read(name) -> Tensor``. Returns notes and new/saved base rates per group.
 
-        A hyperparameter that the job now builds differently wins over the saved one, and a note says so.
+        A hyperparameter that the job now builds differently wins over the saved one, one that only the job or only
+        the checkpoint has is the job's; a note says so.
         Raises CheckpointError naming state that is missing or groups that differ.
         """
         mine = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -90,25 +112,27 @@ class NamedOptimizer:
                 "resume with the same optimizer, or take weights alone with --init-from"
             )
         notes, ratios = self._merge(values["groups"])
-        by_name = {name: param for group in self.optimizer.param_groups for param, name in self._named(group)}
+        by_name = {self.names[id(p)]: (p, group) for group in self.optimizer.param_groups for p in group["params"]}
         for name, state in values["state"].items():
-            param = by_name[name]
-            self.optimizer.state[param] = {
-                key: read(f"optimizer/{key}/{name}") if value is None else value for key, value in state.items()
-            }
+            param, group = by_name[name]
+            on_host = not (group.get("fused") or group.get("capturable"))  # where torch keeps its step counters
+            for key, value in state.items():
+                if value is None:
+                    value = read(f"optimizer/{key}/{name}")
+                    value = value if key == "step" and on_host else value.to(param.device)
+                self.optimizer.state[param][key] = value
+        self._untried = True
         return notes, ratios
-
-    def _named(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, str]]:
-        return [(param, self.names[id(param)]) for param in group["params"]]
 
     def _merge(self, saved_groups: list[dict[str, Any]]) -> tuple[list[str], list[float]]:
         notes, ratios = [], []
         for number, (group, built, saved) in enumerate(
             zip(self.optimizer.param_groups, self.built, saved_groups, strict=True)
         ):
-            before = saved["built"]
-            for key, value in saved["now"].items():
-                if key not in group or key in ("fused", "foreach"):
+            before, now = saved["built"], saved["now"]
+            notes += _strangers(number, built, now)
+            for key, value in now.items():
+                if key not in group or key in KERNELS:
                     continue
                 if built.get(key) == before.get(key):
                     group[key] = tuple(value) if isinstance(value, list) else value
@@ -117,12 +141,24 @@ class NamedOptimizer:
                         f"optimizer group {number}: {key} was {before.get(key)} and is now {built.get(key)}; "
                         "the new value is used"
                     )
-            old, new = before.get("initial_lr", before["lr"]), built.get("initial_lr", built["lr"])
+            old, new = before.get("initial_lr", before.get("lr")), built.get("initial_lr", built["lr"])
             ratio = new / old if old else 1.0
             if ratio != 1.0:
-                group["initial_lr"], group["lr"] = new, saved["now"]["lr"] * ratio
+                group["initial_lr"], group["lr"] = new, now.get("lr", old) * ratio
             ratios.append(ratio)
         return notes, ratios
+
+
+def _strangers(number: int, built: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Notes on hyperparameters that only one side has: torch adds some and drops some between its versions."""
+    where = f"optimizer group {number}: the checkpoint"
+    new = [f"{where} has no {key}; {value!r} is used" for key, value in built.items() if key not in saved]
+    gone = [
+        f"{where}'s {key} = {value!r} is left out: there is no such setting"
+        for key, value in saved.items()
+        if key not in built
+    ]
+    return [*new, *gone]
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

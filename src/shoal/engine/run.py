@@ -66,7 +66,7 @@ class Run:
     kernels: dict[str, Any]
     total_steps: int | None
     step_count: int = 0
-    reader_state: Any = None
+    reader_state: Any = None  # where this rank's data stood after the last step
     last_loss: float | None = None
     last_eval: dict[str, float] | None = None
     eval_step: int | None = None
@@ -76,6 +76,8 @@ class Run:
     signal_names: tuple[str, ...] = SIGNALS
     clock: Clock = field(init=False)
     _looping: bool = field(default=False, init=False)
+    _stepping: bool = field(default=False, init=False)
+    _save_asked: bool = field(default=False, init=False)
     _report: StepReport | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
     _asked_to_stop: bool = field(default=False, init=False)
@@ -110,11 +112,19 @@ class Run:
         """One optimizer update over ``window``. Collective."""
         if not self.scaler.fitted:
             self._fit_scale(window)
-        report = train_step(self, window)
+        self._stepping = True
+        try:
+            report = train_step(self, window)
+        finally:
+            self._stepping = False
         self.step_count = report.step
+        self.reader_state = self.windows_source.state()
         if report.count:
             self.last_loss = report.loss
         self._report = report
+        if self._save_asked:
+            self._save_asked = False
+            self.save()
         return report
 
     def evaluate(self, dataset: Any = None) -> dict[str, float] | None:
@@ -137,7 +147,13 @@ class Run:
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of the last step; in the background inside the loop, at once outside. Collective."""
+        """Write a checkpoint of the last step; in the background inside the loop, at once outside. Collective.
+
+        Called while a step runs (from the loss, say), it saves at that step's end: never inside a window.
+        """
+        if self._stepping:
+            self._save_asked = True
+            return
         self.enter("checkpoint_stall")
         self.saver.save(self)
         if self._looping:

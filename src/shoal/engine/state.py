@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.reader import Reader, compare
 from shoal.core.errors import CheckpointError
+from shoal.engine.names import plain
 
 if TYPE_CHECKING:
     from shoal.engine.run import Run
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """``model/<name>`` of every parameter and persistent buffer, tied ones once; and {other name: first name}."""
+    """``model/<plain name>`` of every parameter and persistent buffer, tied ones once; and {other name: first name}."""
     tensors: dict[str, Tensor] = {}
     first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
     tied = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for own, tensor in model.state_dict(keep_vars=True).items():
+        name = plain(own)
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"the model's extra state {name!r} is not a tensor; only tensors can be saved")
         mark = (tensor.data_ptr(), tensor.shape, tensor.dtype)
@@ -39,11 +41,10 @@ def all_tensors(run: Run) -> dict[str, Tensor]:
 
 def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and JSON values of the whole state after the last step. Collective where data has a reader state."""
-    position = run.windows_source.state()
-    readers: list[Any] = [position]
-    if position is not None:
+    readers: list[Any] = [run.reader_state]
+    if run.reader_state is not None:
         readers = [None] * run.ranks
-        dist.all_gather_object(readers, position)
+        dist.all_gather_object(readers, run.reader_state)
     values = {
         "step": run.step_count,
         "seed": run.settings.seed,
