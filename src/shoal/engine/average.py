@@ -16,7 +16,11 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         self.decay = decay
-        trained = [(plain(name), param) for name, param in model.named_parameters() if param.requires_grad]
+        trained = [
+            (plain(name), param)
+            for name, param in model.named_parameters()
+            if param.requires_grad and not param.is_meta
+        ]
         self._params = [param for _, param in trained] if decay is not None else []
         self._average = [param.detach().clone() for param in self._params]
         self._names = [name for name, _ in trained] if decay is not None else []

@@ -12,8 +12,9 @@ from shoal.parallel.replicate.batchnorm import GlobalBatchNorm
 class BufferWatch:
     """Finds changed buffers by name at each step, so that rebinding one (``self.buf = self.buf + 1``) is seen."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.model = model
+        self.group = group
         equal = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -35,12 +36,12 @@ class BufferWatch:
         return [float(self._mark(name) != seen) for name, seen in zip(self.names, self._seen, strict=True)]
 
     def equalise(self, changed: list[bool]) -> None:
-        """Collective. Take rank 0's value of every buffer that any rank changed."""
+        """Collective. Take the first rank's value (of the ranks that hold the same part) of each changed buffer."""
         for number, (name, is_changed) in enumerate(zip(self.names, changed, strict=True)):
-            if is_changed:
-                if dist.get_world_size() > 1:
+            if is_changed and not self._tensor(name).is_meta:
+                if dist.get_world_size(self.group) > 1:
                     with torch.no_grad():
                         value = self._tensor(name).contiguous()
-                        dist.broadcast(value, src=0)
+                        dist.broadcast(value, group=self.group, group_src=0)
                         self._tensor(name).copy_(value)
                 self._seen[number] = self._mark(name)

@@ -21,13 +21,17 @@ from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
+from shoal.engine.forward import split_inputs
 from shoal.engine.found import newest_everywhere
+from shoal.engine.layout import Layout, lay_out
 from shoal.engine.lr_schedule import LrSchedule, check_scaled, scale_rates
 from shoal.engine.meet import meet
-from shoal.engine.names import plain, refuse_parallel
+from shoal.engine.names import refuse_parallel
 from shoal.engine.optimizer import NamedOptimizer
+from shoal.engine.parts import spread
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.randomness import seed_all
+from shoal.engine.resolve import resolve
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
@@ -35,9 +39,8 @@ from shoal.engine.weights import load_weights
 from shoal.job import Job
 from shoal.monitor.events import cut_back
 from shoal.monitor.sinks import Sink, Sinks, load_sinks
+from shoal.parallel.pipeline.apply import Example
 from shoal.parallel.replicate.batchnorm import globalise
-from shoal.parallel.replicate.buckets import GradientBuckets
-from shoal.plan.batch import BatchPlan, cut_batch
 
 
 @dataclass(frozen=True)
@@ -65,23 +68,26 @@ def build(
     reader = Reader(found.path) if found else None
     chosen = _same_kernels(settings, place.device, reader)
     precision = Precision(settings.precision, place.device.type)
-    batch = cut_batch(settings.global_batch, settings.micro_batch, ranks)
+    layout = lay_out(resolve(settings, ranks), place.device.type)
 
     model, notes = _model(job, settings, precision, place.device)
     if settings.init_from and reader is None:
         notes += load_weights(model, settings.init_from, "--init-from")
-    norms = globalise(model, None) if ranks > 1 else []
+    check_same_model(model)
+    norms = globalise(model, layout.data) if layout.data_ranks > 1 else []
     with precision.user_code():
         seed_all(settings.seed)
         optimizer = NamedOptimizer(job.optimizer(model), model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
-    trained = [(plain(name), param) for name, param in model.named_parameters() if param.requires_grad]
-    if not trained:
+    if not any(param.requires_grad for param in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
-    data_settings = _data_settings(job, settings, batch, precision, place)
+    data_settings = _data_settings(job, settings, layout, precision, place)
     with precision.user_code():
         dataset = job.data()
     source = Windows(dataset, data_settings)
+    check_same_data(source)
+    parts = spread(model, layout, place.device, lambda: _example(job, source, precision, place.device))
+    optimizer.hold(model)
     total = total_steps(settings, source.windows_per_epoch)
     schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
     check_scaled(schedule.chosen, settings.lr_factor)
@@ -89,10 +95,11 @@ def build(
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
     meet("once model, data and optimizer are made")
     run = Run(
-        job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, model=model, norms=norms,
-        buckets=GradientBuckets(trained, int(settings.bucket_mb * 2**20)), optimizer=optimizer, schedule=schedule,
-        precision=precision, scaler=Scaler(settings.precision == "fp16"), average=WeightAverage(model, settings.ema),
-        watch=BufferWatch(model), data_settings=data_settings, windows_source=source, saver=Saver(writer),
+        job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, layout=layout, model=model,
+        norms=norms, trained=parts.trained, holds=parts.holds, forwards=parts.forwards, buckets=parts.gradients,
+        optimizer=optimizer, schedule=schedule, precision=precision, scaler=Scaler(layout.plan.precision == "fp16"),
+        average=WeightAverage(model, settings.ema), watch=BufferWatch(model, layout.data),
+        data_settings=data_settings, windows_source=source, saver=Saver(writer),
         record=record.Record(out, rank, _sinks(settings, rank, sinks), hooks.tell), hooks=hooks, kernels=chosen,
         total_steps=total,
     )  # fmt: skip
@@ -101,20 +108,26 @@ def build(
         if settings.init_from:
             notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
-    check_same_model(model)
-    check_same_data(source)
     notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
-    _start_record(run, place, notes, {"batch": batch._asdict(), "origins": origins})
+    _start_record(run, place, notes, {"plan": layout.plan.model_dump(mode="json"), "origins": origins})
     if settings.compile:
         model.compile()
     return run
 
 
-def _data_settings(
-    job: Job, settings: RunSettings, batch: BatchPlan, precision: Precision, place: Place
-) -> DataSettings:
+def _example(job: Job, source: Windows, precision: Precision, device: torch.device) -> Example:
+    """The first micro-batch's inputs: what a model is traced on."""
+    window = next(source.iterate(0, 1))
+    micro = window.micro_batches[0]
+    inputs = precision.place(job.inputs(micro.batch)[0], device)
+    args, kwargs = split_inputs(inputs)
+    return Example(args, kwargs, precision.forward, micro.samples)
+
+
+def _data_settings(job: Job, settings: RunSettings, layout: Layout, precision: Precision, place: Place) -> DataSettings:
+    plan = layout.plan
     return DataSettings(
-        global_batch=batch.global_batch, micro_batch=batch.micro_batch, rank=dist.get_rank(), ranks=batch.ranks,
+        global_batch=plan.global_batch, micro_batch=plan.micro_batch, rank=layout.data_rank, ranks=layout.data_ranks,
         seed=settings.seed, short_windows=settings.short_windows, loader_workers=settings.loader_workers,
         pin_memory=place.device.type == "cuda", default_dtype=precision.default_dtype,
         collate=job.collate if type(job).collate is not Job.collate else None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from shoal.core.errors import NumericsError
 from shoal.data.loader import Window, eval_micro_batches
-from shoal.engine.forward import as_loss, call, micro_loss
+from shoal.engine.forward import Pass, as_loss, micro_loss
 from shoal.engine.terms import term_counts, term_losses, term_weights
 from shoal.job import Loss
 
@@ -27,15 +29,18 @@ def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
     run.model.eval()
     try:
         with torch.no_grad(), run.average.in_place():
-            for number, micro in enumerate(eval_micro_batches(dataset, run.data_settings)):
-                if number % STOP_CHECK_EVERY == 0 and _stop(run):
+            group = run.forwards.least(1) * run.layout.plan.stages
+            micros = eval_micro_batches(dataset, run.data_settings)
+            for number, some in enumerate(iter(lambda: list(islice(micros, group)), [])):
+                if number * group // STOP_CHECK_EVERY > (number - 1) * group // STOP_CHECK_EVERY and _stop(run):
                     return None
-                _add(run, sums, micro)
+                run.forwards.evaluate(Pass(run, micro, partial(_add, sums)) for micro in some)
     finally:
         run.model.train(was_training)
         run.mark_padding(False)
-    names = sorted(sums)
-    total = torch.cat([sums[name] for name in names])
+    names = _names(run, sums)
+    nothing = torch.zeros(2, dtype=torch.float64, device=run.device)
+    total = torch.cat([sums.get(name, nothing) * (run.layout.at.tensor == 0) for name in names])
     dist.all_reduce(total)
     values = total.view(-1, 2).tolist()
     means = {name: value / count if count else float("nan") for name, (value, count) in zip(names, values, strict=True)}
@@ -49,20 +54,25 @@ def _stop(run: Run) -> bool:
     return bool(asked.item())
 
 
-def _add(run: Run, sums: dict[str, torch.Tensor], micro: Any) -> None:
-    inputs, targets = run.job.inputs(micro.batch)
-    inputs, targets = run.precision.place(inputs, run.device), run.precision.place(targets, run.device)
-    run.mark_padding(micro.padding)
-    with run.precision.forward():
-        output = call(run.model, inputs)
-        value = run.job.loss(output, targets)
-        counts = term_counts(run, micro)
-        found: dict[str, Any] = (
-            {"loss": as_loss(value, micro.samples)}
-            if counts is None
-            else {f"loss/{name}": loss for name, loss in term_losses(value, counts).items()}
-        )
-        found.update(run.job.metrics(output, targets))
+def _names(run: Run, sums: dict[str, torch.Tensor]) -> list[str]:
+    """What was summed, the same on all ranks: only a pipeline's last stage knows."""
+    if run.layout.plan.mesh.pipeline == 1:
+        return sorted(sums)
+    every: list[Any] = [None] * run.ranks
+    dist.all_gather_object(every, list(sums))
+    return sorted({name for names in every for name in names})
+
+
+def _add(sums: dict[str, torch.Tensor], each: Pass, output: Any) -> None:
+    run, micro = each.run, each.micro
+    value = run.job.loss(output, each.targets)
+    counts = term_counts(run, micro)
+    found: dict[str, Any] = (
+        {"loss": as_loss(value, micro.samples)}
+        if counts is None
+        else {f"loss/{name}": loss for name, loss in term_losses(value, counts).items()}
+    )
+    found.update(run.job.metrics(output, each.targets))
     for name, value in found.items():
         if not isinstance(value, Loss):
             raise NumericsError(
@@ -77,8 +87,12 @@ def _add(run: Run, sums: dict[str, torch.Tensor], micro: Any) -> None:
 def largest_count(run: Run, window: Window) -> float:
     """The largest loss count of a micro-batch in the first of ``window``, over the ranks. Collective."""
     weights = term_weights(run, window)
+    largest = torch.zeros((), dtype=torch.float64, device=run.device)
+
+    def end(each: Pass, output: Any) -> None:
+        largest.copy_(micro_loss(each, output, weights).count)
+
     with torch.no_grad():
-        loss, _, _ = micro_loss(run, window.micro_batches[0], weights)
-    largest = loss.count.clone()
+        run.forwards.evaluate([Pass(run, window.micro_batches[0], end)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

@@ -30,9 +30,18 @@ class NamedOptimizer:
                         f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model; "
                         "build it over model.named_parameters() of the model it is given"
                     )
+        #: Each group's parameters as the job built it over the whole model; this rank may hold some of them only.
+        self.groups = [[self.names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         self.fused = _make_fast(optimizer)
         self._untried = False  # state was loaded, and no step was taken with it yet
         self.built = self.describe()
+
+    def hold(self, model: nn.Module) -> None:
+        """Take ``model``'s present parameters, by name, in place of those it was built over; none that is elsewhere."""
+        held = {plain(name): param for name, param in model.named_parameters() if not param.is_meta}
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [held[name] for name in names if name in held]
+        self.names = {id(param): name for name, param in held.items()}
 
     def describe(self) -> list[dict[str, Any]]:
         """Each group's hyperparameters as JSON values."""
@@ -43,7 +52,7 @@ class NamedOptimizer:
         if factor != 1.0 and not self.fused:
             return False
         if self.fused:
-            device = self.optimizer.param_groups[0]["params"][0].device
+            device = next((p.device for group in self.optimizer.param_groups for p in group["params"]), "cpu")
             inverse = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
             self.optimizer.grad_scale = inverse  # type: ignore[attr-defined]  # read by torch's fused kernels
             self.optimizer.found_inf = None  # type: ignore[attr-defined]
@@ -82,11 +91,11 @@ class NamedOptimizer:
             "class": type(self.optimizer).__name__,
             "groups": [
                 {
-                    "parameters": [self.names[id(p)] for p in group["params"]],
+                    "parameters": names,
                     "now": _plain(group),
                     "built": built,
                 }
-                for group, built in zip(self.optimizer.param_groups, self.built, strict=True)
+                for names, group, built in zip(self.groups, self.optimizer.param_groups, self.built, strict=True)
             ],
             "state": {
                 self.names[id(param)]: {
@@ -103,7 +112,7 @@ class NamedOptimizer:
         the checkpoint has is the job's; a note says so.
         Raises CheckpointError naming state that is missing or groups that differ.
         """
-        mine = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        mine = self.groups
         saved = [group["parameters"] for group in values["groups"]]
         if values["class"] != type(self.optimizer).__name__ or mine != saved:
             raise CheckpointError(
@@ -114,6 +123,8 @@ class NamedOptimizer:
         notes, ratios = self._merge(values["groups"])
         by_name = {self.names[id(p)]: (p, group) for group in self.optimizer.param_groups for p in group["params"]}
         for name, state in values["state"].items():
+            if name not in by_name:
+                continue  # another rank's
             param, group = by_name[name]
             on_host = not (group.get("fused") or group.get("capturable"))  # where torch keeps its step counters
             for key, value in state.items():

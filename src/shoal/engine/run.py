@@ -17,6 +17,8 @@ from shoal.engine import evaluate as evaluation
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
+from shoal.engine.forward import Forwards
+from shoal.engine.layout import Layout
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
@@ -49,7 +51,11 @@ class Run:
     rank: int
     ranks: int
     device: torch.device
+    layout: Layout
     model: nn.Module
+    trained: list[str]
+    holds: list[bool]  # of each trained parameter, whether this rank holds it
+    forwards: Forwards
     norms: list[GlobalBatchNorm]
     buckets: GradientBuckets
     optimizer: NamedOptimizer
@@ -190,6 +196,11 @@ class Run:
             self._noted.add(text)
             self.record.note(text)
 
+    def used(self) -> list[float]:
+        """1.0 for each trained parameter of the whole model that received a gradient on this rank in this window."""
+        held = iter(self.buckets.used())
+        return [next(held) if holds else 0.0 for holds in self.holds]
+
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop."""
         return self.hooks.stop_requested()
@@ -225,7 +236,7 @@ class Run:
 
     def all_finite(self) -> bool:
         """Whether every floating parameter is finite."""
-        params = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
+        params = [p.detach() for p in self.model.parameters() if p.is_floating_point() and not p.is_meta]
         return all(math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.core.settings import Settings
-from shoal.plan.plan import Precision
+from shoal.plan.plan import Precision, Recompute
+from shoal.plan.schedule import ScheduleName
 
 
 class RunSettings(Settings):
@@ -21,6 +22,19 @@ class RunSettings(Settings):
         ge=1,
         description="samples per worker in one forward and backward (default: global batch / workers)",
     )
+    mesh: str | None = Field(
+        None, description="ranks along axes, such as pipeline=2,tensor=2 (default: all workers replicate)"
+    )
+    plan: str | None = Field(None, description="a plan's file, in place of --mesh and what goes with it")
+    schedule: ScheduleName | None = Field(
+        None, description="pipeline schedule (default: 1f1b, gpipe where micro-batches are few)"
+    )
+    chunks: int = Field(1, ge=1, description="pipeline stages that each rank holds")
+    shard_level: Literal[1, 2, 3] = Field(
+        3, description="what the shard axis divides: 1 optimizer, 2 also gradients, 3 also weights outside of their use"
+    )
+    recompute: Recompute = Field("none", description="activations computed anew in backward instead of kept")
+    cpu_offload: bool = Field(False, description="keep sharded weights, gradients and optimizer in host memory")
     precision: Precision = Field("fp32", description="compute precision; weights and optimizer stay float32")
     clip: float | None = Field(None, gt=0, description="largest global gradient norm (default: no clipping)")
     lr_scaling: Literal["none", "linear"] = Field(
@@ -74,5 +88,6 @@ MAY_CHANGE = frozenset(
     {
         "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
         "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile", "debug_collectives",
+        "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload",
     }
 )  # fmt: skip

@@ -25,7 +25,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         name = plain(own)
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"the model's extra state {name!r} is not a tensor; only tensors can be saved")
-        mark = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        mark = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.dtype)
         if tensor.numel() and mark in first:
             tied[name] = first[mark]
             continue
@@ -43,8 +43,9 @@ def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and JSON values of the whole state after the last step. Collective where data has a reader state."""
     readers: list[Any] = [run.reader_state]
     if run.reader_state is not None:
-        readers = [None] * run.ranks
-        dist.all_gather_object(readers, run.reader_state)
+        every: list[Any] = [None] * run.ranks
+        dist.all_gather_object(every, (run.layout.data_rank, run.reader_state))
+        readers = [dict(every)[place] for place in range(run.layout.data_ranks)]
     values = {
         "step": run.step_count,
         "seed": run.settings.seed,
@@ -69,7 +70,8 @@ def load_model(model: nn.Module, reader: Reader, where: str) -> None:
     if difference:
         raise CheckpointError(f"{where} is of another model: {difference}; use the model it was written by")
     for name, tensor in tensors.items():
-        reader.read_into(name, tensor)
+        if not tensor.is_meta:  # else another rank holds it
+            reader.read_into(name, tensor)
 
 
 def restore(run: Run, reader: Reader) -> list[str]:
@@ -84,11 +86,11 @@ def restore(run: Run, reader: Reader) -> list[str]:
             raise CheckpointError(f"{reader.path} holds no averaged weights ({name}); resume without --ema")
         reader.read_into(name, tensor)
     readers = values["readers"]
-    if len(readers) > 1 and len(readers) != run.ranks:
+    if len(readers) > 1 and len(readers) != run.layout.data_ranks:
         raise CheckpointError(
-            f"the data's readers were saved by {len(readers)} workers and {run.ranks} ask for them: this data is bound "
-            f"to its number of readers; resume with --workers {len(readers)}"
+            f"the data's readers were saved by {len(readers)} workers and {run.layout.data_ranks} ask for them: this "
+            f"data is bound to its number of readers; resume with --workers {len(readers)}"
         )
-    run.reader_state = readers[run.rank] if len(readers) > 1 else readers[0]
+    run.reader_state = readers[run.layout.data_rank] if len(readers) > 1 else readers[0]
     run.step_count = values["step"]
     return notes

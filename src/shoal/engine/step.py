@@ -56,7 +56,7 @@ def train_step(run: Run, window: Window) -> StepReport:
     run.enter("forward_backward")
     tally = forward_backward(run, window, run.scaler.scale)  # summed loss and its count, as tensors
     run.enter("sync_exposed")
-    run.buckets.finish()  # SUM over the ranks that split the work; divides nothing
+    run.buckets.finish()  # SUM over the ranks that split the work, and over holders of tied weights; divides nothing
     total = reduce(run, window, tally)  # ONE all-reduce (loss, count, squared norm, signals) and one read by the host
     verdict = judge(run, total)  # norm, whether to apply, one factor
     run.enter("optimizer")
@@ -71,15 +71,16 @@ def train_step(run: Run, window: Window) -> StepReport:
 
 def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> list[float]:
     """Collective. Everything that ranks must know of each other, summed in one float64 vector and read once."""
-    head = torch.stack([tally.loss, tally.count, tally.bad_counts, run.buckets.squared_norm(dtype)])
+    squares = run.buckets.squared_norm(dtype).to(run.device)
+    head = torch.stack([tally.loss, tally.count, tally.bad_counts]) * run.layout.tells_loss
     told = [
-        tally.tokens,
-        tally.padded_tokens,
+        tally.tokens * run.layout.tells_tokens,
+        tally.padded_tokens * run.layout.tells_tokens,
         *run.signals(window).values(),
-        *run.buckets.used(),
+        *run.used(),
         *run.watch.changed(),
     ]
-    total = torch.cat([head, torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
+    total = torch.cat([head, squares[None], torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
     dist.all_reduce(total)
     values = total.tolist()
     if dtype is None and not math.isfinite(values[FIGURES.index("squared_norm")]):
@@ -98,7 +99,7 @@ def judge(run: Run, values: list[float]) -> Verdict:
     rest = values[len(FIGURES) :]
     signals = dict(zip(run.signal_names, rest, strict=False))
     rest = rest[len(run.signal_names) :]
-    used, changed = rest[: len(run.buckets.parameters)], rest[len(run.buckets.parameters) :]
+    used, changed = rest[: len(run.trained)], rest[len(run.trained) :]
     scaled = count * run.scaler.scale
     norm = math.sqrt(squared) / scaled if count else 0.0
     reason = None
@@ -117,7 +118,7 @@ def apply(run: Run, verdict: Verdict) -> None:
     """Update weights with the verdict's factor, or skip; on all ranks alike."""
     run.watch.equalise(verdict.changed_buffers)
     if verdict.applied:
-        run.buckets.assign(verdict.used)
+        run.buckets.assign(used for used, held in zip(verdict.used, run.holds, strict=True) if held)
         if not run.optimizer.step(verdict.factor):
             run.buckets.scale(verdict.factor)
             run.optimizer.step(1.0)

@@ -19,6 +19,7 @@ from shoal.core.fields import flat
 from shoal.engine.build import Place, build
 from shoal.engine.loop import train_loop
 from shoal.engine.record import check_folder, read_json, write_json
+from shoal.engine.resolve import resolve, wanted_mesh
 from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
@@ -32,7 +33,6 @@ from shoal.launch.worker import open_beats, watch_joined
 from shoal.launch.world import World, find_world, join, leave
 from shoal.monitor.console import Console
 from shoal.monitor.summary import summary as summary_text
-from shoal.plan.batch import cut_batch
 
 RESULT = "launch/result.json"
 
@@ -144,10 +144,12 @@ def _layout(settings: RunSettings, launch: Launch) -> tuple[World | None, int]:
             asked = f"--restarts {launch.restarts}" if launch.restarts else f"--port {launch.port}"
             faults.append(f"{asked} in a world that others started; leave it out, and tell torchrun or SLURM")
     else:
-        count = _tried(faults, lambda: _workers(launch.workers, _device())) or 1
+        asked = _tried(faults, lambda: wanted_mesh(settings, launch.workers))
+        number = asked.size if asked is not None and (settings.mesh or settings.plan) else launch.workers
+        count = _tried(faults, lambda: _workers(number, _device())) or 1
     if launch.restarts < 0:
         faults.append(f"--restarts {launch.restarts}; 0 or more")
-    _tried(faults, lambda: cut_batch(settings.global_batch, settings.micro_batch, count))
+    _tried(faults, lambda: resolve(settings, count))
     if faults:
         raise ConfigError("\n".join(faults))
     return world, count

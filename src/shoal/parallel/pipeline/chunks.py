@@ -77,6 +77,9 @@ class Call:
 class Chunk(nn.Module):
     """A stage's part of the live model. Its parameters are the ones that the stage holds."""
 
+    skeleton: Skeleton
+    stage: int
+
     def __init__(self, skeleton: Skeleton, stage: int, held: list[nn.Parameter]) -> None:
         super().__init__()
         self.stage = stage

@@ -152,14 +152,12 @@ class Pipeline:
         key = (count, backward)
         if key not in self._runtimes:
             made = _PipelineScheduleRuntime(self.stages, count, loss_fn=_loss if backward else None, scale_grads=False)
-            lists = {
-                rank: [_Action.from_str(str(action)) for action in actions]
-                for rank, actions in enumerate(self._lists(count, backward))
-            }
+            ours = dict(enumerate(self._lists(count, backward)))
+            lists: dict[int, list[Any]] = {r: [_Action.from_str(str(a)) for a in of] for r, of in ours.items()}
             if backward:
                 made._prepare_schedule_with_comms(lists)
             else:  # torch's check of a list wants backwards in it
-                made.stage_index_to_group_rank = {a.stage_index: rank for rank, of in lists.items() for a in of}
+                made.stage_index_to_group_rank = {a.stage: rank for rank, of in ours.items() for a in _flat(of)}
                 made.pipeline_order_with_comms = _add_send_recv(
                     lists, made.stage_index_to_group_rank.__getitem__, self.stage_count
                 )

@@ -50,11 +50,15 @@ class Skeleton:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.paths = unit_paths(model)
-        self.names = {id(param): name for name, param in model.named_parameters()}
+        self.rename()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         for path in self.paths:
             module = model.get_submodule(path)
             module._compiled_call_impl = functools.partial(_call, module, path, module._compiled_call_impl)
+
+    def rename(self) -> None:
+        """Look up the parameters' names anew, after some were replaced."""
+        self.names = {id(param): name for name, param in self.model.named_parameters()}
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """The events of a forward on these inputs, without running any unit for real. Raises ModelError."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -38,7 +39,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (B, C, ...) over all dimensions but C, and over the ranks. Collective in training mode."""
-        if not (self.training or self.running_mean is None):
+        if not (self.training or self.running_mean is None) or isinstance(input, FakeTensor):  # fake: shapes alone
             return super().forward(input)
         dims = [0, *range(2, input.dim())]
         weight = 0.0 if self.padding else 1.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,20 @@ FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket starts the links early (Li 
 class _Bucket:
     flat: Tensor
     params: list[nn.Parameter]
+    counts: bool  # in the norm
     pending: int = 0
     work: dist.Work | None = None
     launched: bool = False
+
+
+class Tie(NamedTuple):
+    """A parameter that several ranks hold for different uses (tied weights of a pipeline): their gradients are summed.
+
+    ``counts``: this rank is the one that counts it in the norm.
+    """
+
+    group: dist.ProcessGroup
+    counts: bool
 
 
 @dataclass
@@ -29,12 +41,13 @@ class GradientBuckets:
 
     Buckets follow the parameters in reverse order of registration and never change. A bucket is sent when all
     of its gradients are there, in index order on every rank; what is missing (a parameter that took no part)
-    counts as zero. Nothing is divided.
+    counts as zero. Nothing is divided. ``ties``: parameters whose gradient is then summed over their other holders.
     """
 
     parameters: Sequence[tuple[str, nn.Parameter]]
     bucket_bytes: int
     group: dist.ProcessGroup | None = None
+    ties: Mapping[str, Tie] = field(default_factory=dict)
     buckets: list[_Bucket] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -46,14 +59,19 @@ class GradientBuckets:
         self._seen: set[int] = set()
         self._syncing = False
         self._next = 0
-        for chosen in _partition([param for _, param in self.parameters], self.bucket_bytes):
-            self._add_bucket(chosen)
+        for counts in (True, False):
+            params = [param for name, param in self.parameters if self._counts(name) is counts]
+            for chosen in _partition(params, self.bucket_bytes):
+                self._add_bucket(chosen, counts)
         for _, param in self.parameters:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+    def _counts(self, name: str) -> bool:
+        return name not in self.ties or self.ties[name].counts
+
+    def _add_bucket(self, params: list[nn.Parameter], counts: bool) -> None:
         flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        bucket = _Bucket(flat, params)
+        bucket = _Bucket(flat, params, counts)
         offset = 0
         for param in params:
             self._view[id(param)] = flat[offset : offset + param.numel()].view_as(param)
@@ -81,7 +99,6 @@ class GradientBuckets:
         grad = param.grad
         if grad is None:
             return
-        view = self._view[key]
         bucket = self._bucket_of[key]
         if self._syncing and bucket.launched:
             raise ModelError(
@@ -89,14 +106,19 @@ class GradientBuckets:
                 "sent: this happens with re-entrant activation checkpointing (use_reentrant=True) of shared blocks; "
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        if grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-            param.grad = view
-        self._filled.add(key)
+        self._take(param, grad)
         if self._syncing and key not in self._seen:
             self._seen.add(key)
             bucket.pending -= 1
             self._launch_ready()
+
+    def _take(self, param: Tensor, grad: Tensor) -> None:
+        """The gradient's values lie in the bucket from now on."""
+        view = self._view[id(param)]
+        if grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            param.grad = view
+        self._filled.add(id(param))
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
@@ -111,6 +133,12 @@ class GradientBuckets:
         if self.ranks > 1:
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
+    def gather(self) -> None:
+        """Take in gradients that came about without a hook, as where a schedule works out weights' gradients apart."""
+        for _, param in self.parameters:
+            if param.grad is not None and id(param) not in self._filled:
+                self._take(param, param.grad)
+
     def finish(self) -> None:
         """Collective. Send what backward did not complete and wait for all sums."""
         for bucket in self.buckets[self._next :]:
@@ -120,6 +148,9 @@ class GradientBuckets:
             if bucket.work is not None:
                 bucket.work.wait()
         self._syncing = False
+        for name, param in self.parameters:
+            if name in self.ties:
+                dist.all_reduce(self._view[id(param)], group=self.ties[name].group)
 
     def used(self) -> list[float]:
         """1.0 for each parameter, in order, that received a gradient on this rank in this window."""
@@ -131,12 +162,12 @@ class GradientBuckets:
         ``dtype``: accumulate in that type (float64 where float32 squares would overflow), None: the gradient's own.
         """
         rank = dist.get_rank(self.group)
-        shares = []
-        for bucket in self.buckets:
+        shares = [torch.zeros((), dtype=torch.float64, device=bucket.flat.device) for bucket in self.buckets[:1]]
+        for bucket in (bucket for bucket in self.buckets if bucket.counts):
             size = bucket.flat.numel()
             share = bucket.flat[rank * size // self.ranks : (rank + 1) * size // self.ranks]
             shares.append(torch.linalg.vector_norm(share, dtype=dtype).double() ** 2)
-        return torch.stack(shares).sum()
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
     def assign(self, used: Iterable[bool]) -> None:
         """Give every parameter used on any rank its summed gradient; the others get None, as on one device."""

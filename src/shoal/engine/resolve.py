@@ -1,0 +1,79 @@
+"""From the settings that a user gave to a whole plan: every default of the layout is decided here."""
+
+from __future__ import annotations
+
+from shoal.core.errors import ConfigError
+from shoal.engine.settings import RunSettings
+from shoal.plan.batch import cut_batch
+from shoal.plan.mesh import Mesh
+from shoal.plan.plan import Plan
+from shoal.plan.ranks import data_ranks
+from shoal.plan.schedule import ScheduleName, conflicts
+
+#: Settings that a plan's file decides; given beside it they must agree with it.
+OF_PLAN = (
+    "schedule", "chunks", "shard_level", "recompute", "cpu_offload", "precision", "global_batch", "micro_batch", "clip",
+    "bucket_mb",
+)  # fmt: skip
+
+
+def wanted_mesh(settings: RunSettings, workers: int | None) -> Mesh:
+    """The mesh that was asked for; what is left of ``workers`` goes to replicate. Raises ConfigError."""
+    if settings.plan is not None:
+        if settings.mesh is not None:
+            raise ConfigError(f"--mesh {settings.mesh} and --plan {settings.plan} were given; give one of them")
+        mesh = Plan.read(settings.plan).mesh
+        if workers not in (None, mesh.size):
+            raise ConfigError(f"the mesh of {settings.plan} has {mesh.size} ranks, there are {workers} workers")
+        return mesh
+    return Mesh.parse(settings.mesh or "", "--mesh", workers) if settings.mesh or workers else Mesh()
+
+
+def resolve(settings: RunSettings, workers: int) -> Plan:
+    """The plan of a run with ``workers`` ranks. Raises ConfigError listing what does not fit together."""
+    mesh = wanted_mesh(settings, workers)
+    if settings.plan is not None:
+        plan = Plan.read(settings.plan)
+        given = {name: getattr(settings, name) for name in settings.model_fields_set & set(OF_PLAN)}
+        other = [
+            f"{name} {value} (the plan: {getattr(plan, name)})"
+            for name, value in given.items()
+            if value != getattr(plan, name)
+        ]
+        if other:
+            raise ConfigError(f"{settings.plan} decides {', '.join(other)}; leave the settings out, or change the plan")
+    else:
+        micro = settings.micro_batch or _micro_batch(settings, mesh)
+        batch = cut_batch(settings.global_batch, micro, data_ranks(mesh))
+        plan = Plan(
+            mesh=mesh, schedule=_schedule(settings, mesh, batch.accumulation), chunks=settings.chunks,
+            shard_level=settings.shard_level, recompute=settings.recompute, cpu_offload=settings.cpu_offload,
+            precision=settings.precision, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation, clip=settings.clip, bucket_mb=settings.bucket_mb,
+        )  # fmt: skip
+    plan.fits(workers, settings.plan or "layout")
+    return plan
+
+
+def _micro_batch(settings: RunSettings, mesh: Mesh) -> int | None:
+    """Samples per micro-batch: all of a rank's at once, or as few micro-batches as keep a pipeline's ranks busy."""
+    per_rank, left = divmod(settings.global_batch, data_ranks(mesh))
+    if mesh.pipeline == 1 or left:
+        return None
+    fitting = [
+        count
+        for count in range(1, per_rank + 1)
+        if per_rank % count == 0 and not conflicts(settings.schedule or "gpipe", mesh.pipeline, settings.chunks, count)
+    ]
+    enough = [count for count in fitting if count >= 2 * mesh.pipeline] or fitting[-1:]
+    return per_rank // enough[0] if enough else None
+
+
+def _schedule(settings: RunSettings, mesh: Mesh, micro_batches: int) -> ScheduleName | None:
+    if settings.schedule is not None or mesh.pipeline == 1:
+        return settings.schedule
+    choices: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "gpipe", "looped-bfs")
+    fitting: list[ScheduleName] = [
+        name for name in choices if not conflicts(name, mesh.pipeline, settings.chunks, micro_batches)
+    ]
+    return fitting[0] if fitting else None
