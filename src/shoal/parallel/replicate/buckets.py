@@ -82,6 +82,9 @@ class GradientBuckets:
     def start_window(self) -> None:
         """Forget the last window's gradients."""
         self._filled.clear()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.pending, bucket.work, bucket.launched = len(bucket.params), None, False
         for _, param in self.parameters:
             param.grad = None
 
@@ -89,10 +92,6 @@ class GradientBuckets:
         """Before each backward; only the window's ``last`` one sends anything."""
         self._syncing = last
         self._seen.clear()
-        if last:
-            self._next = 0
-            for bucket in self.buckets:
-                bucket.pending, bucket.work, bucket.launched = len(bucket.params), None, False
 
     def _on_gradient(self, param: Tensor) -> None:
         key = id(param)
