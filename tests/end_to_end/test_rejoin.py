@@ -22,7 +22,7 @@ import shoal
 
 
 class Stream:
-    """80 samples in two shards, each with a position of its own; ``shift`` counts from another number on."""
+    """Numbers in two shards, each with a position of its own."""
 
     num_shards = 2
 
