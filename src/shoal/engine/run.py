@@ -77,6 +77,7 @@ class Run:
     last_eval: dict[str, float] | None = None
     eval_step: int | None = None
     skips_in_a_row: int = 0
+    one_term: bool = False  # known that the job's loss has one term
     stopped: bool = False
     finished: bool = False
     signal_names: tuple[str, ...] = SIGNALS
