@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 def term_counts(run: Run, micro: MicroBatch) -> dict[str, Tensor] | None:
     """Each term's count in a micro-batch as the job tells it (0 where the rows are padding); None: one term."""
+    if run.one_term:
+        return None
     told = run.job.counts(*run.job.inputs(micro.batch))
     if told is None:
+        run.one_term = True
         return None
     if not isinstance(told, dict) or not told:
         raise NumericsError(f"counts() returned {told!r}; return {{term: count}}, or None for a loss of one term")
@@ -33,14 +36,11 @@ def term_weights(run: Run, window: Window) -> dict[str, Tensor] | None:
     """What to multiply each term's sum with, so that one division by all counts together leaves sum/count of each.
 
     That is (all terms' counts) / (its own count), both over the global batch, known before the first backward.
-    None for a loss of one term, which the first window tells. Collective where the job counts terms.
+    None for a loss of one term, which the first micro-batch tells. Collective where the job counts terms.
     """
-    if run.one_term:
-        return None
     counts = [term_counts(run, micro) for micro in window.micro_batches]
     found = [count for count in counts if count is not None]
     if not found:
-        run.one_term = True
         return None
     names = list(found[0])
     total = torch.stack([torch.stack([count[name] for name in names]) for count in found]).sum(0)
