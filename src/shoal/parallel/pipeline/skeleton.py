@@ -66,6 +66,7 @@ class Skeleton:
         with _active(recorder):
             result = self.model(*args, **kwargs)
         returned = tuple(recorder.numbers[id(t)] for t in tensors(result) if id(t) in recorder.numbers)
+        recorder.check_views(returned)
         return Recording(tuple(recorder.events), tuple(recorder.values), returned, frozenset(recorder.overwritten))
 
     def run(
@@ -220,6 +221,7 @@ class _Recorder(_Pass):
         self.events: list[Event] = []
         self.values: list[FakeTensor] = []
         self.overwritten: set[int] = set()
+        self.writes: list[tuple[int, str, frozenset[int]]] = []  # event, its name, views of what it overwrote
         self.parameters: dict[int, Tensor] = {}
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -271,7 +273,7 @@ class _Recorder(_Pass):
         return result
 
     def changed_in_place(self, name: str, args: Any, result: Any) -> Tensor | None:
-        """The placeholder that an operation overwrote. Raises ModelError where others are views of it."""
+        """The placeholder that an operation overwrote. Raises ModelError where it belongs to no stage."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or not (result is first or name.endswith("__setitem__")):
             return None
@@ -281,12 +283,19 @@ class _Recorder(_Pass):
                 "build a new tensor instead (torch.cat, torch.where), or use a layout without a pipeline"
             )
         storage = first.untyped_storage()._cdata
-        if any(t is not first and t.untyped_storage()._cdata == storage for t in self.values):
-            raise ModelError(
-                f"{name} overwrites a tensor between blocks that another is a view of; "
-                "use the form that gives a new tensor, or a layout without a pipeline"
-            )
+        views = [n for n, t in enumerate(self.values) if t is not first and t.untyped_storage()._cdata == storage]
+        self.writes.append((len(self.events), name, frozenset(views)))
         return first
+
+    def check_views(self, returned: tuple[int, ...]) -> None:
+        """Raises ModelError where a view is read after what it looks at was overwritten: its stage may not see that."""
+        for at, name, views in self.writes:
+            later = {number for event in self.events[at + 1 :] for number in event.reads} | set(returned)
+            if views & later:
+                raise ModelError(
+                    f"{name} overwrites a tensor between blocks that another, read later, is a view of; "
+                    "use the form that gives a new tensor, or a layout without a pipeline"
+                )
 
     def fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
