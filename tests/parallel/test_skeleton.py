@@ -233,7 +233,7 @@ def test_another_path_for_the_same_shapes_is_refused():
     skeleton = Skeleton(model, torch.device("cpu"))
     recording = skeleton.record((torch.ones(2, 3),), {})
     with pytest.raises(ModelError, match=r"came to torch.Tensor.tanh where it came to torch.Tensor.relu when"):
-        skeleton.run(recording, range(0, len(recording.events)), {}, (-torch.ones(2, 3),), {})
+        skeleton.run(recording, range(len(recording.events)), {}, (-torch.ones(2, 3),), {})
 
 
 def test_cuts_that_name_nothing_or_go_backwards_are_refused():
