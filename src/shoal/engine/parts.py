@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.engine.forward import Forwards, Whole
+from shoal.engine.held import Held
 from shoal.engine.layout import Layout
 from shoal.engine.names import plain
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
@@ -23,6 +24,7 @@ class Parts(NamedTuple):
     gradients: GradientBuckets
     trained: list[str]
     holds: list[bool]
+    held: Held
 
 
 def spread(model: nn.Module, layout: Layout, device: torch.device, example: Callable[[], Example]) -> Parts:
@@ -43,4 +45,8 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
     if pipelined:
         pipelined.gather = gradients.gather
     names = {name for name, _ in held}
-    return Parts(pipelined or Whole(model, gradients.start_backward), gradients, trained, [n in names for n in trained])
+    places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
+    return Parts(
+        pipelined or Whole(model, gradients.start_backward), gradients, trained, [name in names for name in trained],
+        Held(plan.mesh, layout.rank, stages=places),
+    )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.reader import Reader
 from shoal.core.errors import NumericsError
 from shoal.data.loader import DataSettings, Window, Windows
 from shoal.engine import evaluate as evaluation
@@ -18,6 +19,7 @@ from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
 from shoal.engine.forward import Forwards
+from shoal.engine.held import Held
 from shoal.engine.layout import Layout
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.optimizer import NamedOptimizer
@@ -25,6 +27,7 @@ from shoal.engine.precision import Precision, Scaler
 from shoal.engine.record import Record
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
+from shoal.engine.state import load_model
 from shoal.engine.step import StepReport, Verdict, train_step
 from shoal.job import Job
 from shoal.parallel.replicate.batchnorm import GlobalBatchNorm
@@ -71,6 +74,7 @@ class Run:
     hooks: Hooks
     kernels: dict[str, Any]
     total_steps: int | None
+    held: Held = field(default_factory=Held)
     step_count: int = 0
     reader_state: Any = None  # where this rank's data stood after the last step
     last_loss: float | None = None
@@ -168,6 +172,16 @@ class Run:
         else:
             self.saver.drain(self)
             self.clock.close()
+
+    def whole_model(self) -> nn.Module:
+        """The trained model: this rank's own where it holds all of it, else built anew from the last checkpoint."""
+        if not any(param.is_meta for param in self.model.parameters()):
+            return self.model
+        with self.precision.user_code():
+            model = self.job.model()
+        path = self.out / "checkpoints" / f"step-{self.saver.last_step}"
+        load_model(model, Reader(path), str(path))
+        return model
 
     def close(self, alone: bool = False) -> None:
         """End the run's files and readers. Collective, unless ``alone``: after a failure the others may be anywhere."""

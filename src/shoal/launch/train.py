@@ -269,4 +269,4 @@ class Entry:
             print(said, file=sys.stderr if self.quiet else sys.stdout, flush=True)
         else:
             with redirect_stdout(sys.stderr if self.quiet else sys.stdout):
-                self.job.after(run.model, found)
+                self.job.after(run.whole_model(), found)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.cut import cut
+from shoal.blueprint.facts import inside
 from shoal.blueprint.structures import tensors
 from shoal.blueprint.trace import trace
 from shoal.parallel.pipeline.chunks import Call, Chunk, Stages, holders, stages_of
@@ -64,6 +65,7 @@ class Pipelined:
         self.skeleton.rename()
         chunks = [Chunk(self.skeleton, s, [params[n] for n in self.held if s in self.stages_of[n]]) for s in mine]
         self.pipeline = Pipeline(chunks, plan.stages, schedule, device, group)
+        self.places = _places(model, self.skeleton, plan, self.stages_of)
         self.gather: Callable[[], None] = lambda: None
 
     def least(self, micro_batches: int) -> int:
@@ -118,6 +120,23 @@ def _leave(model: nn.Module, others: set[int], skeleton: Skeleton) -> None:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def _places(
+    model: nn.Module, skeleton: Skeleton, plan: Plan, stages_of: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """For each parameter and buffer, the places on the pipeline axis that hold it, where they are several."""
+
+    def on(stages: Iterable[int]) -> tuple[int, ...]:
+        schedule, ranks = plan.schedule or "gpipe", plan.mesh.pipeline
+        return tuple(sorted({stage_rank(schedule, stage, ranks, plan.chunks) for stage in stages}))
+
+    found = {name: on(stages) for name, stages in stages_of.items()}
+    for name, _ in model.named_buffers():
+        unit = next((path for path in skeleton.paths if inside(name, path)), None)
+        of_unit = [stages for param, stages in stages_of.items() if unit is not None and inside(param, unit)]
+        found[name] = on(s for stages in of_unit for s in stages) if of_unit else tuple(range(plan.mesh.pipeline))
+    return {name: places for name, places in found.items() if len(places) > 1}
 
 
 def ties(plan: Plan, rank: int, stages_of: dict[str, tuple[int, ...]]) -> dict[str, Tie]:
