@@ -96,7 +96,8 @@ def build(
     meet("once model, data and optimizer are made")
     run = Run(
         job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, layout=layout, model=model,
-        norms=norms, trained=parts.trained, holds=parts.holds, forwards=parts.forwards, buckets=parts.gradients, held=parts.held,
+        norms=norms, trained=parts.trained, holds=parts.holds, forwards=parts.forwards, buckets=parts.gradients,
+        held=parts.held,
         optimizer=optimizer, schedule=schedule, precision=precision, scaler=Scaler(layout.plan.precision == "fp16"),
         average=WeightAverage(model, settings.ema), watch=BufferWatch(model, layout.data),
         data_settings=data_settings, windows_source=source, saver=Saver(writer),
