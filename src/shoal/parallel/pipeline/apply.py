@@ -62,7 +62,6 @@ class Pipelined:
         mine = rank_stages(schedule, at, plan.mesh.pipeline, plan.chunks)
         self.held = [name for name, of in self.stages_of.items() if set(of) & set(mine)]
         _leave(model, {id(params[name]) for name in params if name not in self.held}, self.skeleton)
-        self.skeleton.rename()
         chunks = [Chunk(self.skeleton, s, [params[n] for n in self.held if s in self.stages_of[n]]) for s in mine]
         self.pipeline = Pipeline(chunks, plan.stages, schedule, device, group)
         self.places = _places(model, self.skeleton, plan, self.stages_of)

@@ -10,6 +10,7 @@ computed on every stage from the inputs, which all stages have, so it never cros
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -45,26 +46,29 @@ class Recording(NamedTuple):
 
 
 class Skeleton:
-    """A model cut into units; ``paths`` are theirs in the order of the model's modules."""
+    """A model cut into units; ``paths`` are theirs in the order of the model's modules.
+
+    What is recorded runs on a twin that has the model's code and shapes only, so that what is later done to the live
+    model (parts given up, shards, hooks) plays no part in it.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.paths = unit_paths(model)
-        self.rename()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.twin = shapes_of(model, self.paths)
+        self.names = {id(param): name for name, param in self.twin.named_parameters()}
         for path in self.paths:
-            module = model.get_submodule(path)
-            module._compiled_call_impl = functools.partial(_call, module, path, module._compiled_call_impl)
-
-    def rename(self) -> None:
-        """Look up the parameters' names anew, after some were replaced."""
-        self.names = {id(param): name for name, param in self.model.named_parameters()}
+            for module in (model.get_submodule(path), self.twin.get_submodule(path)):
+                module._compiled_call_impl = functools.partial(_call, module, path, module._compiled_call_impl)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """The events of a forward on these inputs, without running any unit for real. Raises ModelError."""
+        for path, module in self.twin.named_modules():
+            module.training = self.model.get_submodule(path).training
         recorder = _Recorder(self)
         with _active(recorder):
-            result = self.model(*args, **kwargs)
+            result = self.twin(*args, **kwargs)
         returned = tuple(recorder.numbers[id(t)] for t in tensors(result) if id(t) in recorder.numbers)
         recorder.check_views(returned)
         return Recording(tuple(recorder.events), tuple(recorder.values), returned, frozenset(recorder.overwritten))
@@ -90,6 +94,21 @@ class Skeleton:
         with self.fakes:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def shapes_of(model: nn.Module, units: Iterable[str]) -> nn.Module:
+    """A copy of ``model`` without data: parameters, and buffers of units that have parameters, on the meta device."""
+    inside = [
+        m for path in units for m in model.get_submodule(path).modules() if _has_parameters(model.get_submodule(path))
+    ]
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for param in model.parameters()
+    }
+    for module in inside:
+        for buffer in module.buffers(recurse=False):
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
 
 
 def unit_paths(model: nn.Module) -> list[str]:
