@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
@@ -108,6 +109,8 @@ def shapes_of(model: nn.Module, units: Iterable[str]) -> nn.Module:
     for module in inside:
         for buffer in module.buffers(recurse=False):
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    groups = (value for module in model.modules() for value in vars(module).values())
+    memo |= {id(group): group for group in groups if isinstance(group, ProcessGroup)}
     return copy.deepcopy(model, memo)
 
 
