@@ -18,7 +18,6 @@ from saving import FullDisk, assert_holds, names, newest, save, state, writers
 
 from shoal.checkpoint import Reader, Writer, checkpoints, newest_good
 from shoal.checkpoint.files import FileSystem
-from shoal.checkpoint.writer import shares
 from shoal.core.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -319,15 +318,6 @@ def test_background_save_stalls_far_less_than_a_synchronous_one(tmp_path, one_th
             break
     print(f"copy {min(copies):.4f} s, stall {min(stalls):.4f} s, synchronous {min(whole):.4f} s")
     assert short, (min(copies), min(stalls), min(whole))
-
-
-def test_shares_are_even_and_cover_everything():
-    tensors = {f"t{index}": torch.empty(index + 1, 7) for index in range(23)}
-    for ranks in (1, 2, 3, 8):
-        parts = shares(tensors, ranks)
-        assert sorted(name for part in parts for name in part) == sorted(tensors)
-        loads = [sum(tensors[name].nbytes for name in part) for part in parts]
-        assert max(loads) - min(loads) <= max(tensor.nbytes for tensor in tensors.values())
 
 
 def test_misuse_is_refused(tmp_path):

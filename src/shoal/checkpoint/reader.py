@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import le
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.boxes import Box, flaw, read_box
 from shoal.checkpoint.layout import (
     DTYPES,
     FORMAT,
@@ -135,29 +137,33 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """A new tensor on the CPU."""
-        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read_into(name, tensor)
+        return self.read_region(name, (0,) * len(self.shape(name)), self.shape(name))
+
+    def read_region(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A region of a tensor, from whatever pieces it lies in: a new tensor on the CPU."""
+        tensor = torch.empty(tuple(shape), dtype=self.dtype(name))
+        self.read_into(name, tensor, offsets)
         return tensor
 
     @torch.no_grad()
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy a saved tensor into one of the same shape and dtype, on any device."""
+    def read_into(self, name: str, tensor: Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Copy a saved tensor into one of the same shape and dtype, on any device; at ``offsets``: a region of it."""
         shape, dtype = self.shape(name), self.dtype(name)
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        region = Box((0,) * tensor.ndim if offsets is None else tuple(offsets), tuple(tensor.shape))
+        fits = len(region.offsets) == len(region.shape) == len(shape) and all(at >= 0 for at in region.offsets)
+        fits = fits and (region.shape == shape if offsets is None else all(map(le, region.ends, shape)))
+        if not fits or tensor.dtype != dtype:
+            asked = tuple(tensor.shape) if offsets is None else f"the region {region} of shape {tuple(tensor.shape)}"
             raise CheckpointError(
-                f"cannot read {name!r} of {self.path} into {tuple(tensor.shape)} {tensor.dtype}: "
+                f"cannot read {name!r} of {self.path} into {asked} {tensor.dtype}: "
                 f"it was saved as {shape} {dtype}; use the model it was written by"
             )
-        for piece in self._entry(name)["pieces"]:
-            target = tensor
-            for axis, (start, length) in enumerate(zip(piece["offsets"], piece["shape"], strict=True)):
-                target = target.narrow(axis, start, length)
-            if target.device.type == "cpu" and target.is_contiguous():
-                self._read_piece(name, piece, dtype, target)
-            else:
-                part = torch.empty(piece["shape"], dtype=dtype)
-                self._read_piece(name, piece, dtype, part)
-                target.copy_(part)
+        pieces = [(piece, Box(tuple(piece["offsets"]), tuple(piece["shape"]))) for piece in self._entry(name)["pieces"]]
+        if problem := flaw(region, [box for _, box in pieces]):
+            raise CheckpointError(f"cannot read {name!r} of {self.path}: {problem}; take another checkpoint")
+        for piece, box in pieces:
+            if met := box.meet(region):
+                self._read_piece(name, piece, met.seen_from(box.offsets), met.seen_from(region.offsets).of(tensor))
 
     def _entry(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:
@@ -170,39 +176,30 @@ class Reader:
         names = self.names()
         return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
-    def _read_piece(self, name: str, piece: dict[str, Any], dtype: torch.dtype, target: Tensor) -> None:
-        """Fill ``target`` (CPU, contiguous) from the piece's file, whose header must agree with it."""
+    def _read_piece(self, name: str, piece: dict[str, Any], box: Box, target: Tensor) -> None:
+        """Fill ``target`` with a region of a piece, whose file's header must agree with it."""
+        held, dtype = tuple(piece["shape"]), target.dtype
         path = self.path / os.path.basename(piece["file"])
         try:
             if path.name not in self._headers:
                 self._headers[path.name] = read_header(path)
             entries, body = self._headers[path.name]
             entry = entries.get(piece["key"])
-            count = size_bytes(tuple(piece["shape"]), dtype)
+            count = size_bytes(held, dtype)
             if entry is None or DTYPES.get(entry["dtype"]) != dtype or entry["shape"] != piece["shape"]:
                 raise CheckpointError(
                     f"{path} does not hold {name!r} as its manifest says; run shoal checkpoint verify"
                 )
             start, end = entry["data_offsets"]
             got = end - start
-            if got == count and count:
+            if got == count:
                 with open(path, "rb", buffering=0) as file:
-                    file.seek(body + start)
-                    got = _read_fully(file, target.view(-1).view(torch.uint8).numpy().data)
+                    if not read_box(file, body + start, held, box.offsets, target):
+                        got = max(0, os.path.getsize(path) - body - start)
         except OSError as error:
             raise CheckpointError(f"cannot read {name!r} of {self.path}: {error}") from None
         if got != count:
             raise CheckpointError(f"{path} holds {got} bytes of {name!r}, {count} were asked; the file is torn")
-
-
-def _read_fully(file: Any, buffer: memoryview) -> int:
-    at = 0
-    while at < len(buffer):
-        count = file.readinto(buffer[at:])
-        if not count:
-            break
-        at += count
-    return at
 
 
 def compare(reader: Reader, expected: Mapping[str, tuple[Shape, torch.dtype]], prefix: str = "") -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
-import heapq
 import json
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.boxes import Box, flaw
 from shoal.checkpoint.files import FileSystem
 from shoal.checkpoint.folder import publish, rotate, tidy
 from shoal.checkpoint.layout import (
@@ -28,22 +28,10 @@ from shoal.checkpoint.layout import (
     dtype_name,
     plan_file,
     seal,
-    size_bytes,
     unseal,
 )
+from shoal.checkpoint.pieces import Piece, Slab, as_pieces, to_write
 from shoal.core.errors import CheckpointError
-
-
-def shares(tensors: Mapping[str, Tensor], ranks: int) -> list[list[str]]:
-    """Names of the tensors that each rank writes: whole tensors, bytes even; the same on all ranks."""
-    sized = sorted((-size_bytes(tuple(tensor.shape), tensor.dtype), name) for name, tensor in tensors.items())
-    loads = [(0, rank) for rank in range(ranks)]
-    result: list[list[str]] = [[] for _ in range(ranks)]
-    for negative_bytes, name in sized:
-        load, rank = loads[0]
-        result[rank].append(name)
-        heapq.heapreplace(loads, (load - negative_bytes, rank))
-    return result
 
 
 @dataclass
@@ -97,16 +85,18 @@ class Writer:
         """Step of the save that is begun and not yet committed or abandoned."""
         return self._save.step if self._save else None
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, pieces: Mapping[str, Tensor | Piece]) -> None:
         """Allocate the host buffer ahead, so that the first ``begin`` stalls no longer than later ones."""
-        self._reserve(self._layout(tensors), tensors)
+        slabs, layout = self._layout(pieces)
+        self._reserve(layout, slabs)
         self._host.zero_()
 
-    def begin(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def begin(self, step: int, pieces: Mapping[str, Tensor | Piece], values: Mapping[str, Any]) -> None:
         """Copy this rank's share and start writing it. Waits first where an earlier write is still running.
 
-        Every rank passes the same names and shapes. Raises CheckpointError where values are not JSON, or rank 0
-        still holds a save that was neither committed nor abandoned. With an error pending nothing is written.
+        Each rank passes what it holds; a tensor itself is one that every rank holds whole. Raises CheckpointError
+        where values are not JSON, a piece is not as it says, or rank 0 still holds a save that was neither committed
+        nor abandoned. With an error pending nothing is written.
         """
         start = time.perf_counter()
         self.wait()
@@ -123,11 +113,11 @@ class Writer:
             raise CheckpointError(
                 f"cannot save step {step}: its values are not JSON ({error}); pass plain values"
             ) from None
-        layout = self._layout(tensors)
-        self._copy(layout, tensors)
+        slabs, layout = self._layout(pieces)
+        self._copy(layout, slabs)
         attempt = self._attempts[step] = self._attempts.get(step, 0) + 1
         partial = self.folder / (f"step-{step}.partial" if attempt == 1 else f"step-{step}.{attempt}.partial")
-        save = _Save(step, partial, layout, self._entries(layout, tensors), text, time.time())
+        save = _Save(step, partial, layout, self._entries(pieces, slabs), text, time.time())
         self._save = save
         self._start(
             lambda: self._write_shard(save),
@@ -185,23 +175,31 @@ class Writer:
 
     # -- on the caller's thread -----------------------------------------------------------------------------
 
-    def _layout(self, tensors: Mapping[str, Tensor]) -> Layout:
-        mine = shares(tensors, self.ranks)[self.rank]
-        return plan_file({name: (tuple(tensors[name].shape), tensors[name].dtype) for name in mine}, {"format": "pt"})
+    def _layout(self, pieces: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Slab], Layout]:
+        """What this rank writes by its key in the file, and the file."""
+        slabs: dict[str, Slab] = {}
+        for slab in to_write(as_pieces(pieces), self.rank, self.ranks):
+            whole = tuple(slab.tensor.shape) == tuple(pieces[slab.name].shape)
+            key = slab.name if whole else f"{slab.name}@{','.join(map(str, slab.offsets))}"
+            while key in slabs:
+                key += "'"
+            slabs[key] = slab
+        sized = {key: (tuple(slab.tensor.shape), slab.tensor.dtype) for key, slab in slabs.items()}
+        return slabs, plan_file(sized, {"format": "pt"})
 
-    def _reserve(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    def _reserve(self, layout: Layout, slabs: Mapping[str, Slab]) -> None:
         """A host buffer of the body's size, kept between saves; page-locked where tensors are on a GPU."""
-        pinned = any(tensors[name].is_cuda for name in layout.spans)
+        pinned = any(slab.tensor.is_cuda for slab in slabs.values())
         if self._host.numel() != layout.body_bytes or self._host.is_pinned() != pinned:
             self._host = torch.empty(0, dtype=torch.uint8)  # let the old one go first
             self._host = torch.empty(layout.body_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     @torch.no_grad()
-    def _copy(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        self._reserve(layout, tensors)
+    def _copy(self, layout: Layout, slabs: Mapping[str, Slab]) -> None:
+        self._reserve(layout, slabs)
         devices = set()
-        for name, (start, end) in layout.spans.items():
-            tensor = tensors[name].detach()
+        for key, (start, end) in layout.spans.items():
+            tensor = slabs[key].tensor
             if start == end:
                 continue
             target = self._host[start:end].view(tensor.dtype).view(tensor.shape)
@@ -211,17 +209,17 @@ class Writer:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def _entries(self, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The manifest's entries of this rank's tensors; a piece could be a part, here each is the whole."""
-        entries = {}
-        for name in layout.spans:
-            shape = list(tensors[name].shape)
-            piece = {"file": self._shard_name, "key": name, "offsets": [0] * len(shape), "shape": shape}
-            entries[name] = {
-                "dtype": dtype_name(name, tensors[name].dtype),
-                "shape": shape,
-                "pieces": [piece],
-            }
+    def _entries(self, pieces: Mapping[str, Tensor | Piece], slabs: Mapping[str, Slab]) -> dict[str, Any]:
+        """The manifest's entries of what this rank writes."""
+        entries: dict[str, Any] = {}
+        for key, slab in slabs.items():
+            piece = {
+                "file": self._shard_name, "key": key, "offsets": list(slab.offsets), "shape": list(slab.tensor.shape),
+            }  # fmt: skip
+            shape = list(pieces[slab.name].shape)
+            kind = dtype_name(slab.name, slab.tensor.dtype)
+            entry = entries.setdefault(slab.name, {"dtype": kind, "shape": shape, "pieces": []})
+            entry["pieces"].append(piece)
         return entries
 
     @property
@@ -293,7 +291,8 @@ class Writer:
                     f"rank {rank} wrote step {record['step']} where step {save.step} was asked; save again"
                 )
             written[record["file"]] = record["facts"]
-            entries.update(record["tensors"])
+            _merge(entries, record["tensors"], record["file"])
+        _check_whole(entries)
         for name in self.files.listdir(save.partial):
             if name not in written:
                 self.files.unlink(save.partial / name)
@@ -324,3 +323,26 @@ class Writer:
 
 def _record_name(rank: int) -> str:
     return f"shard-{rank:05d}.json"
+
+
+def _merge(entries: dict[str, Any], more: dict[str, Any], file: str) -> None:
+    """Add what one rank wrote."""
+    for name, entry in more.items():
+        known = entries.setdefault(name, {**entry, "pieces": []})
+        if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
+            raise CheckpointError(
+                f"cannot save {name!r}: {file} holds a part of {entry['dtype']} {entry['shape']}, other ranks of "
+                f"{known['dtype']} {known['shape']}; every rank must mean the same tensor by a name"
+            )
+        known["pieces"] += entry["pieces"]
+
+
+def _check_whole(entries: dict[str, Any]) -> None:
+    """Raises CheckpointError where the ranks' parts of a tensor leave something out or hold something twice."""
+    for name, entry in entries.items():
+        boxes = [Box(tuple(piece["offsets"]), tuple(piece["shape"])) for piece in entry["pieces"]]
+        if problem := flaw(Box.whole(entry["shape"]), boxes):
+            raise CheckpointError(
+                f"cannot save {name!r} of shape {entry['shape']}: {problem}; the ranks' parts must make up the whole, "
+                "each named by all who hold it"
+            )
