@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from saving import writers
+from tests.checkpoint.saving import writers
 
 from shoal.checkpoint import Part, Piece, Writer
 from shoal.plan.mesh import Mesh

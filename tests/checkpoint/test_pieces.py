@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-from layouts import LAYOUTS, held, save_held, whole_state
-from saving import writers
+from tests.checkpoint.layouts import LAYOUTS, held, save_held, whole_state
+from tests.checkpoint.saving import writers
 
 from shoal.checkpoint import Part, Piece, Reader, boxes, newest_good
 from shoal.checkpoint.boxes import Box, flaw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,12 +70,16 @@ class NamedOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """State tensors as ``optimizer/<key>/<parameter name>``."""
-        return {
-            f"optimizer/{key}/{self.names[id(param)]}": value
+        return {f"optimizer/{key}/{name}": value for key, name, _, value in self.state_tensors()}
+
+    def state_tensors(self) -> list[tuple[str, str, Tensor, Tensor]]:
+        """(key, parameter's name, parameter, state tensor) of every state tensor."""
+        return [
+            (key, self.names[id(param)], param, value)
             for param, state in self.optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
-        }
+        ]
 
     def values(self) -> dict[str, Any]:
         """Groups, which state each parameter has, and state that is not tensors: JSON values."""
@@ -96,15 +101,21 @@ class NamedOptimizer:
             },
         }
 
-    def load(self, values: dict[str, Any], read: Any) -> tuple[list[str], list[float]]:
-        """Take up saved state; ``read(name) -> Tensor``. Returns notes and new/saved base rates per group.
+    def load(
+        self, values: dict[str, Any], read: Callable[[str, str, Tensor], Tensor], tied: Mapping[str, str]
+    ) -> tuple[list[str], list[float]]:
+        """Take up saved state; ``read(key, parameter's name, parameter)`` gives a tensor of it.
 
+        Returns notes and new/saved base rates per group. State is saved under a tied parameter's first name. What
+        other ranks hold (on the meta device here) is left out.
         A hyperparameter that the job now builds differently wins over the saved one, one that only the job or only
         the checkpoint has is the job's; a note says so.
         Raises CheckpointError naming state that is missing or groups that differ.
         """
-        mine = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        saved = [group["parameters"] for group in values["groups"]]
+        mine = [
+            _first_names((self.names[id(p)] for p in group["params"]), tied) for group in self.optimizer.param_groups
+        ]
+        saved = [_first_names(group["parameters"], tied) for group in values["groups"]]
         if values["class"] != type(self.optimizer).__name__ or mine != saved:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {values['class']} over groups of {[len(g) for g in saved]} parameters, "
@@ -112,15 +123,16 @@ class NamedOptimizer:
                 "resume with the same optimizer, or take weights alone with --init-from"
             )
         notes, ratios = self._merge(values["groups"])
-        by_name = {self.names[id(p)]: (p, group) for group in self.optimizer.param_groups for p in group["params"]}
-        for name, state in values["state"].items():
-            param, group = by_name[name]
+        for group in self.optimizer.param_groups:
             on_host = not (group.get("fused") or group.get("capturable"))  # where torch keeps its step counters
-            for key, value in state.items():
-                if value is None:
-                    value = read(f"optimizer/{key}/{name}")
-                    value = value if key == "step" and on_host else value.to(param.device)
-                self.optimizer.state[param][key] = value
+            for param in group["params"]:
+                name = self.names[id(param)]
+                saved_state = {} if param.is_meta else values["state"].get(tied.get(name, name), {})
+                for key, value in saved_state.items():
+                    if value is None:
+                        value = read(key, name, param)
+                        value = value if key == "step" and on_host else value.to(param.device)
+                    self.optimizer.state[param][key] = value
         self._untried = True
         return notes, ratios
 
@@ -147,6 +159,10 @@ class NamedOptimizer:
                 group["initial_lr"], group["lr"] = new, now.get("lr", old) * ratio
             ratios.append(ratio)
         return notes, ratios
+
+
+def _first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(tied.get(name, name) for name in names))
 
 
 def _strangers(number: int, built: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from shoal.engine import evaluate as evaluation
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
+from shoal.engine.held import Held
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
@@ -65,6 +66,7 @@ class Run:
     hooks: Hooks
     kernels: dict[str, Any]
     total_steps: int | None
+    held: Held = field(default_factory=Held)
     step_count: int = 0
     reader_state: Any = None  # where this rank's data stood after the last step
     last_loss: float | None = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.writer import Writer
 from shoal.core.errors import CheckpointError, RankMismatch
-from shoal.engine.state import all_tensors, collect
+from shoal.engine.state import all_pieces, collect
 
 if TYPE_CHECKING:
     from shoal.engine.run import Run
@@ -61,7 +61,7 @@ class Saver:
 
     def reserve(self, run: Run) -> None:
         """Allocate the buffers of coming saves, once the optimizer has its state."""
-        self.writer.reserve(all_tensors(run))
+        self.writer.reserve(all_pieces(run))
 
     def save(self, run: Run) -> None:
         """Copy the local state and let it be written in the background; an earlier save ends first."""
@@ -69,8 +69,8 @@ class Saver:
             self.drain(run)
         self._calls += 1
         finite = run.all_finite()
-        tensors, values = collect(run, finite)
-        self.writer.begin(run.step_count, tensors, values)
+        pieces, values = collect(run, finite)
+        self.writer.begin(run.step_count, pieces, values)
         self._open = True
         self.last_step = run.step_count
         run.record.row("checkpoint", step=run.step_count, finite=finite)

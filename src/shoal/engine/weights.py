@@ -12,31 +12,35 @@ from shoal.checkpoint.reader import Reader
 from shoal.core.errors import CheckpointError
 from shoal.engine import state
 from shoal.engine.found import newest_everywhere
+from shoal.engine.held import Held
 from shoal.engine.names import plain
 
 
-def load_weights(model: nn.Module, source: str | Path, asked: str = "weights from") -> list[str]:
+def load_weights(
+    model: nn.Module, source: str | Path, asked: str = "weights from", held: Held | None = None
+) -> list[str]:
     """Copy the weights of a run's folder, a checkpoint or a safetensors file into ``model``; returns notes.
 
-    Collective where a process group is there. Raises CheckpointError.
+    ``held``: what of the model is here; all of it where nothing is said. Collective where a process group is there.
+    Raises CheckpointError.
     """
     source = Path(source)
     if source.suffix == ".safetensors":
         if not source.exists():
             raise CheckpointError(f"{asked} {source}: no such file")
-        return _load_file(model, source, asked)
+        return _load_file(model, source, asked, held or Held())
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     found, skipped = newest_everywhere(folder)
     if found is None:
         why = "".join(f"; {bad.path} is none: {bad.problem}" for bad in skipped)
         raise CheckpointError(f"{asked} {source} holds no good checkpoint{why}; name a run, a step-N or a .safetensors")
-    state.load_model(model, Reader(found.path), str(found.path))
+    state.load_model(model, Reader(found.path), str(found.path), held)
     return [f"checkpoint {bad.path} is skipped: {bad.problem}" for bad in skipped]
 
 
-def _load_file(model: nn.Module, source: Path, asked: str) -> list[str]:
+def _load_file(model: nn.Module, source: Path, asked: str, here: Held) -> list[str]:
     """One tensor at a time, so that no rank holds the file beside its model."""
-    mine, tied = state.model_tensors(model)
+    mine, tied = state.model_tensors(model, here)
     wanted = {name.removeprefix("model/"): tensor for name, tensor in mine.items()}
     try:
         with safe_open(source, framework="pt") as file:
@@ -45,11 +49,13 @@ def _load_file(model: nn.Module, source: Path, asked: str) -> list[str]:
                 other = next((n for n in (name, *(k for k, v in tied.items() if v == name)) if n in held), None)
                 if other is None:
                     raise _another(f"{asked} {source}", f"{name} is missing; it has {', '.join(list(held)[:3])}, ...")
-                given = file.get_tensor(held[other])
-                if given.shape != tensor.shape:
-                    shapes = f"{tuple(given.shape)}, the model's is {tuple(tensor.shape)}"
-                    raise _another(f"{asked} {source}", f"{name} has shape {shapes}")
-                tensor.copy_(given)
+                found, whole = tuple(file.get_slice(held[other]).get_shape()), here.shape(name, tensor)
+                if found != whole:
+                    raise _another(f"{asked} {source}", f"{name} has shape {found}, the model's is {whole}")
+                if not tensor.is_meta:
+                    given = file.get_tensor(held[other])
+                    for part in here.piece(name, tensor).parts:
+                        part.tensor.copy_(part.box.of(given))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{asked} {source} cannot be read as safetensors: {error}") from None
     unexpected = [name for name in held if name not in wanted and name not in tied]
