@@ -113,9 +113,9 @@ class NamedOptimizer:
         Raises CheckpointError naming state that is missing or groups that differ.
         """
         mine = [
-            _first_names((self.names[id(p)] for p in group["params"]), tied) for group in self.optimizer.param_groups
+            first_names((self.names[id(p)] for p in group["params"]), tied) for group in self.optimizer.param_groups
         ]
-        saved = [_first_names(group["parameters"], tied) for group in values["groups"]]
+        saved = [first_names(group["parameters"], tied) for group in values["groups"]]
         if values["class"] != type(self.optimizer).__name__ or mine != saved:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {values['class']} over groups of {[len(g) for g in saved]} parameters, "
@@ -161,7 +161,8 @@ class NamedOptimizer:
         return notes, ratios
 
 
-def _first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:
+def first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:
+    """Each tied parameter once, under its first name."""
     return list(dict.fromkeys(tied.get(name, name) for name in names))
 
 

@@ -12,6 +12,7 @@ from shoal.checkpoint.reader import Reader, compare
 from shoal.core.errors import CheckpointError
 from shoal.engine.held import Held, local
 from shoal.engine.names import plain
+from shoal.engine.optimizer import first_names
 
 if TYPE_CHECKING:
     from shoal.engine.run import Run
@@ -58,6 +59,8 @@ def all_pieces(run: Run) -> dict[str, Piece]:
         name = held.tied.get(own, own)
         pieces[f"optimizer/{key}/{name}"] = held.state(key, name, param, value)
     for saved, tensor in run.average.tensors().items():
+        if tensor.is_meta:
+            continue
         own = saved.removeprefix("ema/")
         name = held.tied.get(own, own)
         pieces[f"ema/{name}"] = held.piece(name, tensor)
@@ -95,6 +98,8 @@ def _optimizer_values(run: Run) -> dict[str, Any]:
         dist.all_gather_object(states, values["state"])
     tied = run.held.tied
     values["state"] = {tied.get(name, name): state for held in states for name, state in held.items()}
+    for group in values["groups"]:
+        group["parameters"] = first_names(group["parameters"], tied)
     return values
 
 
@@ -127,6 +132,8 @@ def restore(run: Run, reader: Reader) -> list[str]:
     run.scaler.load(values["scaler"])
     saved = set(reader.names())
     for own, tensor in run.average.tensors().items():
+        if tensor.is_meta:
+            continue
         name = held.tied.get(own.removeprefix("ema/"), own.removeprefix("ema/"))
         if f"ema/{name}" not in saved:
             raise CheckpointError(f"{reader.path} holds no averaged weights (ema/{name}); resume without --ema")
