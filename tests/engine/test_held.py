@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shoal.checkpoint import Reader, Writer, export, newest_good
+from shoal.checkpoint.layout import read_header
 from shoal.core.errors import CheckpointError
 from shoal.engine.average import WeightAverage
 from shoal.engine.held import Held, Packed, Span
@@ -179,7 +180,11 @@ def save(run, folder) -> None:
 
 @pytest.mark.parametrize("here", MESHES)
 def test_state_saved_under_one_mesh_is_taken_up_exactly_under_every_other(tmp_path, here):
-    """Weights, moments, averages, buffers and counters; packed, tied across stages, shards of few rows."""
+    """Weights, moments, averages, buffers and counters; packed, tied across stages, shards of few rows.
+
+    https://github.com/pytorch/torchtitan/issues/2252 https://github.com/pytorch/torchtitan/issues/594
+    https://github.com/foundation-model-stack/foundation-model-stack/pull/331
+    """
 
     def work(rank):
         placings = {name: Placing(mesh, rank) for name, mesh in MESHES.items()}
@@ -239,36 +244,50 @@ def test_state_saved_under_one_mesh_is_taken_up_exactly_under_every_other(tmp_pa
         run_ranks(from_file, 4)
 
 
-def test_shards_of_torchs_own_runtime_are_saved_whole(tmp_path):
-    """Real steps of FSDP2 on three ranks: what is saved is what the ranks hold together."""
+def sharded_run(rank: int, ranks: int, seed: int, steps: int):
+    """Real steps of FSDP2; the first layer is frozen before the last of them."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    named = NamedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    for step in range(steps):
+        model[0].requires_grad_(step < steps - 1)
+        model(torch.randn(4, 5)).square().sum().backward()
+        named.optimizer.step()
+        named.optimizer.zero_grad()
+    still = SimpleNamespace(state=dict, load=lambda *given: None)
+    return SimpleNamespace(
+        model=model, optimizer=named, average=WeightAverage(model, None), held=Held(Mesh(shard=ranks), rank),
+        schedule=still, scaler=still, reader_state=None, ranks=ranks, rank=rank, kernels={}, last_loss=None,
+        step_count=steps, settings=SimpleNamespace(seed=seed),
+    )  # fmt: skip
+
+
+def test_all_that_torchs_own_shards_hold_comes_back_frozen_ones_moments_too(tmp_path):
+    """State of a parameter that trained first and was frozen later was dropped on load.
+
+    https://github.com/pytorch/pytorch/issues/192202
+    """
 
     def work(rank):
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        named = NamedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-        for _ in range(2):
-            model(torch.randn(4, 5)).square().sum().backward()
-            named.optimizer.step()
-            named.optimizer.zero_grad()
-        still = SimpleNamespace(state=dict, load=lambda *given: None)
-        run = SimpleNamespace(
-            model=model, optimizer=named, average=WeightAverage(model, None), held=Held(Mesh(shard=3), rank),
-            schedule=still, scaler=still, reader_state=None, ranks=3, rank=rank, kernels={}, last_loss=None,
-            step_count=2, settings=SimpleNamespace(seed=0),
-        )  # fmt: skip
+        run = sharded_run(rank, 3, seed=0, steps=3)
         save(run, tmp_path / "checkpoints")
-        reader = Reader(tmp_path / "checkpoints" / "step-2")
-        for name, tensor in {**model_tensors(model)[0], **named.tensors()}.items():
+        reader = Reader(tmp_path / "checkpoints" / "step-3")
+        assert reader.read("optimizer/step/0.weight") == 2 and reader.read("optimizer/step/2.weight") == 3
+        for name, tensor in {**model_tensors(run.model)[0], **run.optimizer.tensors()}.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert torch.equal(reader.read(name), whole), name
-        return sum(path.stat().st_size for path in reader.path.glob("*.safetensors"))
+        fresh = sharded_run(rank, 3, seed=1, steps=0)
+        restore(fresh, reader)
+        expected, found = everything(run), everything(fresh)
+        assert found.keys() == expected.keys() and "optimizer/exp_avg/0.weight" in found
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        return sum(path.stat().st_size - read_header(path)[1] for path in reader.path.glob("*.safetensors"))
 
-    sizes = run_ranks(work, 3)
     values = 3 * (5 * 7 + 7 + 7 * 2 + 2) + 4
-    assert sizes[0] < 4 * values + 3 * 2500  # and headers
+    assert run_ranks(work, 3) == [4 * values] * 3
 
 
 def test_state_whose_place_is_unknown_is_refused_by_name():

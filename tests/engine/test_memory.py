@@ -15,12 +15,17 @@ from safetensors.torch import save_file
 from tests.harness import run_ranks
 from tests.small_jobs import Rows, job, sgd, start
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal import Loss
 from shoal.checkpoint.reader import Reader
+from shoal.checkpoint.writer import Writer
 from shoal.engine.found import newest_everywhere
+from shoal.engine.held import Held
 from shoal.engine.state import restore
 from shoal.engine.weights import load_weights
+from shoal.plan.mesh import Mesh
 
 pytestmark = pytest.mark.ranks
 
@@ -103,3 +108,53 @@ def test_a_rank_holds_its_share_in_a_save_and_one_tensor_in_a_load(tmp_path):
     for rank, found in enumerate(run_ranks(body, RANKS, timeout_s=120)):
         assert all(found[name] < most[name] + SLACK_MIB for name in most), (rank, found, most)
         assert found["save"] > 0.8 * 2 * model_mib / RANKS, "what is copied is seen"
+
+
+def test_a_rank_that_holds_a_shard_never_holds_more_of_the_model(tmp_path):
+    """Saving takes a copy of its own shard, loading one buffer of some MiB, whatever the layout that was saved.
+
+    https://github.com/pytorch/pytorch/issues/149640
+    """
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
+        held = Held(Mesh(shard=RANKS), rank)
+
+        def shard(value):
+            rows = torch.full((1024 // RANKS, 1024), value + rank)
+            return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+
+        weights = {f"model/{layer}": shard(float(layer)) for layer in range(LAYERS)}
+        writer = Writer(tmp_path, rank, RANKS)
+        torch.distributed.barrier()
+
+        def save():
+            writer.begin(1, {name: held.piece(name, tensor) for name, tensor in weights.items()}, {})
+            writer.wait()
+
+        found = {"save": growth_mib(save)}
+        torch.distributed.barrier()
+        writer.commit()
+        writer.wait()
+        torch.distributed.barrier()
+        reader = Reader(tmp_path / "step-1")
+        columns = [torch.zeros(1024, 1024 // RANKS) for _ in range(LAYERS)]
+        for tensor in columns:
+            tensor.fill_(1.0)  # its memory is there before
+
+        def load():
+            for name, tensor in weights.items():
+                tensor.to_local().zero_()
+                held.read(reader, name, name, tensor)
+            for layer, tensor in enumerate(columns):
+                reader.read_into(f"model/{layer}", tensor, (0, rank * 1024 // RANKS))
+
+        found["load"] = growth_mib(load)
+        for layer, tensor in enumerate(columns):
+            assert (weights[f"model/{layer}"].to_local() == layer + rank).all()
+            assert (tensor.view(RANKS, -1) == layer + torch.arange(RANKS)[:, None]).all()
+        return found
+
+    for rank, found in enumerate(run_ranks(body, RANKS, timeout_s=120)):
+        assert found["save"] < LAYERS * TENSOR_MIB / RANKS + SLACK_MIB, (rank, found)
+        assert found["load"] < TENSOR_MIB + SLACK_MIB, (rank, found)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from shoal.checkpoint.boxes import Box
-from shoal.checkpoint.layout import Shape, size_bytes
+from shoal.checkpoint.layout import Shape
 from shoal.core.errors import CheckpointError
 
 CUT_BYTES = 64 << 10  # a part smaller than this is written by one rank whole
@@ -92,22 +92,25 @@ def _share(slabs: list[Slab], place: int, holders: int) -> list[Slab]:
     """The largest first, each to whoever has the least so far; large ones in parts."""
     if holders == 1:
         return slabs
-    limit = max(CUT_BYTES, sum(map(_bytes, slabs)) // (CUTS * holders))
-    cut = sorted((part for slab in slabs for part in _cut(slab, limit)), key=lambda s: (-_bytes(s), s.name, s.offsets))
+    sized = [(_bytes(slab), slab) for slab in slabs]
+    limit = max(CUT_BYTES, sum(size for size, _ in sized) // (CUTS * holders))
+    cut = [(size, slab) for size, slab in sized if size <= limit]
+    cut += [(_bytes(part), part) for size, slab in sized if size > limit for part in _cut(slab, limit)]
+    cut.sort(key=lambda entry: (-entry[0], entry[1].name, entry[1].offsets))
     loads = [(0, one) for one in range(holders)]
     mine = []
-    for slab in cut:
+    for size, slab in cut:
         load, least = loads[0]
         if least == place:
             mine.append(slab)
-        heapq.heapreplace(loads, (load + _bytes(slab), least))
+        heapq.heapreplace(loads, (load + size, least))
     return mine
 
 
 def _cut(slab: Slab, limit: int) -> Iterator[Slab]:
     """Parts of at most ``limit`` bytes, as far as rows of the first axis that has several allow."""
     axis = next((axis for axis, length in enumerate(slab.tensor.shape) if length > 1), None)
-    if axis is None or _bytes(slab) <= limit:
+    if axis is None:
         yield slab
         return
     length = slab.tensor.shape[axis]
@@ -118,13 +121,15 @@ def _cut(slab: Slab, limit: int) -> Iterator[Slab]:
 
 
 def _bytes(slab: Slab) -> int:
-    return size_bytes(tuple(slab.tensor.shape), slab.tensor.dtype)
+    return slab.tensor.numel() * slab.tensor.element_size()
 
 
 def _check(name: str, piece: Piece, part: Part, rank: int, holders: Holders) -> None:
     whole, dtype = Box.whole(piece.shape), piece.parts[0].tensor.dtype
-    fits = len(part.offsets) == part.tensor.ndim == len(piece.shape)
-    if not fits or (part.tensor.numel() and whole.meet(part.box) != part.box):
+    box, dimensions = part.box, len(piece.shape)
+    if box != whole and not (
+        len(part.offsets) == part.tensor.ndim == dimensions and (not box.size or whole.meet(box) == box)
+    ):
         raise CheckpointError(
             f"cannot save {name!r}: a part of shape {list(part.tensor.shape)} at {list(part.offsets)} does not lie "
             f"in the whole of shape {list(piece.shape)}; give offsets and shape of the whole tensor"
