@@ -29,7 +29,7 @@ class ShardedGradients:
         strange = next((name for name, param in split if not isinstance(param, DTensor)), None)
         if strange is not None:
             raise ModelError(
-                f"{strange} was given whole, while a forward had gathered it; take parameters of a sharded model before "
+                f"{strange} was given whole, as a forward had gathered it; take a sharded model's parameters before "
                 "its first forward, or after Sharded.release()"
             )
         self.split = split

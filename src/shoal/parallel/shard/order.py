@@ -6,7 +6,9 @@ would have stood, in forward and in backward. Backward visits what forward made 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from shoal.blueprint.structures import mapped, tensors
+from shoal.core.errors import ModelError
 
 TURN = "_take_turn"  # the forward method of a unit that is gathered without being called
 
@@ -53,6 +56,7 @@ class Turns:
             )
         else:
             unit.register_forward_pre_hook(self._start, prepend=True)
+            self._name_outside_calls(unit)
         unit.register_forward_pre_hook(lambda module, args: self._gathered(module, path))
         self._through_hooks(unit)
 
@@ -124,6 +128,11 @@ class Turns:
         forward.__wrapped__ = plain  # type: ignore[attr-defined]  # its signature is read by some models
         module.forward = forward
 
+    def _name_outside_calls(self, root: nn.Module) -> None:
+        """Where a method of the user's uses weights outside the model's forward, the error says so."""
+        for name in _own_methods(type(root)):
+            setattr(root, name, _named(getattr(root, name), name))
+
 
 class _Tied(torch.autograd.Function):
     """The first value, with others in its graph that get a gradient of zero."""
@@ -136,6 +145,33 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], *ctx.zeros
+
+
+def _own_methods(of: type) -> list[str]:
+    """Public methods from classes outside torch, which nn.Module does not have; forward left out."""
+    return [
+        name
+        for cls in reversed(of.__mro__)
+        if not cls.__module__.startswith("torch.")
+        for name, value in vars(cls).items()
+        if isinstance(value, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name)
+    ]
+
+
+def _named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise ModelError(
+                f"{name}() was called outside the model's forward and uses weights that lie in shards there; "
+                f"reach it through model(...), or keep what it uses in a block that it calls: {error}"
+            ) from error
+
+    return call
 
 
 def _nothing(token: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -19,8 +19,8 @@ class ShardSettings(Settings):
 
     level: Literal[1, 2, 3] = Field(
         3,
-        description="3: weights are whole only while a unit runs; 2: whole during the step, gradients reduced and sharded "
-        "at each micro-batch; 1: gradients too are whole, and reduced once, at the step's end",
+        description="3: weights are whole only while a unit runs; 2: whole during the step, gradients reduced and "
+        "sharded at each micro-batch; 1: gradients too are whole, and reduced once, at the step's end",
     )
     cpu_offload: bool = Field(False, description="keep shards and optimizer state in the host's memory")
     units: tuple[str, ...] | None = Field(
@@ -87,7 +87,7 @@ def check(parameters: Iterable[Parameter], units: Sequence[str], modules: Iterab
         if other.dtype != parameter.dtype:
             reasons.append(
                 f"shard: {parameter.name} is {parameter.dtype} and {other.name} is {other.dtype}, both train and are "
-                f"gathered together (unit {unit or 'root'!r}); give what trains in one unit one dtype, or units of its own"
+                f"gathered together (unit {unit or 'root'!r}); give all that trains in a unit one dtype"
             )
             break
     return reasons
@@ -121,26 +121,29 @@ def promised(
     ahead; levels 1 and 2 hold all. Whole gradients: those of the root, which are complete last, and of one unit; with
     level 1 and several micro-batches those of all units (Zhao et al., VLDB 2023, section 4.3; "no_sync").
     """
-    sizes: dict[str, list[int]] = {ROOT: [0, 0]}
-    for parameter, unit in held:
-        if parameter.shape:
-            whole = padded_bytes(parameter, shards) * shards
-            size = sizes.setdefault(unit, [0, 0])
-            size[0] += whole
-            size[1] += whole if parameter.trains else 0
-    root, units = sizes[ROOT], [size for unit, size in sizes.items() if unit != ROOT]
-    weights = sorted((size[0] for size in units), reverse=True)
-    gradients = [size[1] for size in units]
     accumulates = settings.level == 1 and micro_batches > 1
     trained = [parameter for parameter, _ in held if parameter.trains]
+    whole = _by_unit(held, lambda parameter: padded_bytes(parameter, shards) * shards)
+    sent = _by_unit(held, lambda parameter: padded_bytes(parameter, shards) * shards * parameter.trains)
+    made = _by_unit(held, lambda parameter: parameter.bytes * parameter.trains)
+    weights = sorted((size for unit, size in whole.items() if unit != ROOT), reverse=True)
+    gradients = [size for unit, size in made.items() if unit != ROOT]
     return Promise(
         weights=sum(padded_bytes(parameter, shards) for parameter, _ in held),
         moments=moments * sum(local_bytes(parameter, shards, rank) for parameter in trained),
         gradients=sum(padded_bytes(parameter, shards) for parameter in trained),
-        gathered=root[0] + (sum(weights[:2]) if settings.level == 3 else sum(weights)),
-        whole_gradients=root[1] + (sum(gradients) if accumulates else max(gradients, default=0)),
-        buffers=max([root[0], *weights]) + max([root[1], *gradients]),
+        gathered=whole[ROOT] + (sum(weights[:2]) if settings.level == 3 else sum(weights)),
+        whole_gradients=made[ROOT] + (sum(gradients) if accumulates else max(gradients, default=0)),
+        buffers=max(whole.values()) + max(sent.values()),
     )
+
+
+def _by_unit(held: Sequence[Part], size: Callable[[Parameter], int]) -> dict[str, int]:
+    sums = {ROOT: 0}
+    for parameter, unit in held:
+        if parameter.shape:
+            sums[unit] = sums.get(unit, 0) + size(parameter)
+    return sums
 
 
 def _bytes_of_rows(parameter: Parameter, rows: int) -> int:
