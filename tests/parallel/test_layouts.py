@@ -7,6 +7,7 @@ import torch
 from tests.harness import run_ranks
 from tests.small_jobs import Rows, error, job, start
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal import Loss
 from shoal.core.errors import ConfigError, ModelError
@@ -42,6 +43,10 @@ def gpt_job():
     )  # fmt: skip
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def trained(made, out, ranks, steps=STEPS, **settings):
     """(losses and norms, evaluation, weights) of a run, the weights from whichever ranks hold them."""
 
@@ -50,7 +55,7 @@ def trained(made, out, ranks, steps=STEPS, **settings):
         told = [run.step(window) for window in run.windows()]
         found = run.evaluate()
         run.save()
-        held = {name: p.detach() for name, p in run.model.named_parameters() if not p.is_meta}
+        held = {name: whole(p.detach()) for name, p in run.model.named_parameters() if not p.is_meta}
         run.close()
         return [(t.loss, t.grad_norm, t.count, t.tokens) for t in told], found, held
 
@@ -80,6 +85,10 @@ LAYOUTS = [
     (4, {"mesh": "pipeline=4", "micro_batch": 1}),
     (4, {"mesh": "pipeline=2,replicate=2", "micro_batch": 1}),
     (4, {"mesh": "pipeline=2,replicate=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
+    (2, {"mesh": "shard=2", "micro_batch": 2}),
+    (2, {"mesh": "shard=2", "micro_batch": 1, "shard_level": 1}),
+    (2, {"mesh": "shard=2", "micro_batch": 1, "shard_level": 2}),
+    (4, {"mesh": "replicate=2,shard=2", "micro_batch": 1}),
 ]
 
 
@@ -107,6 +116,8 @@ def test_a_layout_computes_what_one_process_does(folder, tmp_path, ranks, layout
         (2, {}),
         (2, {"mesh": "pipeline=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
         (4, {"mesh": "pipeline=4"}),
+        (2, {"mesh": "shard=2"}),
+        (4, {"mesh": "replicate=2,shard=2", "shard_level": 1}),
     ],
     ids=str,
 )

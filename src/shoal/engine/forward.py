@@ -103,8 +103,10 @@ class Forwards(Protocol):
 class Whole:
     """The whole model on this rank: one micro-batch after another."""
 
-    def __init__(self, model: nn.Module, start_backward: Callable[[bool], None]) -> None:
-        self.model, self.start_backward = model, start_backward
+    def __init__(
+        self, model: nn.Module, start_backward: Callable[[bool], None], release: Callable[[], None] = lambda: None
+    ) -> None:
+        self.model, self.start_backward, self.release = model, start_backward, release
 
     def least(self, micro_batches: int) -> int:
         """As many as there are."""
@@ -124,6 +126,7 @@ class Whole:
         for each in passes:
             with each.around():
                 each.end(self.model(*each.args, **each.kwargs))
+        self.release()
 
 
 def forward_backward(run: Run, window: Window, scale: float) -> Tally:

@@ -47,10 +47,10 @@ class Layout:
         """Whether this rank's tokens count: ranks that differ in pipeline or tensor only read the same ones."""
         return self.at.tensor == 0 and self.at.pipeline == 0
 
-    def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional device mesh of an axis."""
+    def axes(self, *names: str) -> DeviceMesh:
+        """The device mesh of some axes."""
         assert self.device_mesh is not None
-        return self.device_mesh[name]
+        return self.device_mesh[names]
 
 
 def lay_out(plan: Plan, device_type: str) -> Layout:

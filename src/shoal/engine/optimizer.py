@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
@@ -43,6 +44,8 @@ class NamedOptimizer:
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [held[name] for name in names if name in held]
         self.names = {id(param): name for name, param in held.items()}
+        if any(isinstance(param, DTensor) for param in held.values()):
+            self.fused = False  # the kernels that take a factor want it as a DTensor too: gradients are scaled first
 
     def describe(self) -> list[dict[str, Any]]:
         """Each group's hyperparameters as JSON values."""

@@ -8,12 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shoal.core.errors import ConfigError
 from shoal.engine.forward import Forwards, Whole
 from shoal.engine.held import Held
 from shoal.engine.layout import Layout
 from shoal.engine.names import plain
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
+from shoal.parallel.pipeline.skeleton import block_paths
 from shoal.parallel.replicate.buckets import GradientBuckets
+from shoal.parallel.shard.apply import Sharded, apply
+from shoal.parallel.shard.gradients import ShardedGradients
+from shoal.parallel.shard.spec import ShardSettings
+from shoal.plan.ranks import DATA_AXES
+
+Gradients = GradientBuckets | ShardedGradients
 
 
 class Parts(NamedTuple):
@@ -21,14 +29,14 @@ class Parts(NamedTuple):
     ``holds``: which of them this rank holds."""
 
     forwards: Forwards
-    gradients: GradientBuckets
+    gradients: Gradients
     trained: list[str]
     holds: list[bool]
     held: Held
 
 
 def spread(model: nn.Module, layout: Layout, device: torch.device, example: Callable[[], Example]) -> Parts:
-    """Apply the layout's techniques in order: pipeline cut, then replicate. Changes ``model`` in place. Collective.
+    """Apply the layout's techniques in order: pipeline cut, shard or replicate. Changes ``model`` in place. Collective.
 
     ``example`` gives a micro-batch, for techniques that trace the model.
     """
@@ -37,16 +45,36 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
     pipelined = None
     if layout.pipeline is not None and plan.mesh.pipeline > 1:
         pipelined = Pipelined(model, plan, layout.rank, layout.pipeline, device, example())
+    sharded = shard(model, layout) if plan.mesh.shard > 1 else None
     held = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
     ]
-    tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
-    gradients = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied)
-    if pipelined:
-        pipelined.gather = gradients.gather
+    if sharded is not None:
+        gradients: Gradients = ShardedGradients(sharded, held)
+        forwards: Forwards = Whole(model, gradients.start_backward, sharded.release)
+    else:
+        tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
+        buckets = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied)
+        if pipelined:
+            pipelined.gather = buckets.gather
+        gradients, forwards = buckets, pipelined or Whole(model, buckets.start_backward)
     names = {name for name, _ in held}
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     return Parts(
-        pipelined or Whole(model, gradients.start_backward), gradients, trained, [name in names for name in trained],
+        forwards, gradients, trained, [name in names for name in trained],
         Held(plan.mesh, layout.rank, stages=places),
     )  # fmt: skip
+
+
+def shard(model: nn.Module, layout: Layout) -> Sharded:
+    """Shard the weights over the shard axis, with copies along replicate. Raises ConfigError where it cannot apply."""
+    plan, mesh = layout.plan, layout.plan.mesh
+    others = [f"{axis}={degree}" for axis, degree in mesh.degrees.items() if degree > 1 and axis not in DATA_AXES]
+    if others:
+        raise ConfigError(
+            f"the mesh {mesh} shards weights beside {', '.join(others)}; shard goes with replicate alone so far: "
+            "leave one of them at 1"
+        )
+    settings = ShardSettings.parse({"level": plan.shard_level, "cpu_offload": plan.cpu_offload}, "shard")
+    axes = layout.axes("replicate", "shard") if mesh.replicate > 1 else layout.axes("shard")
+    return apply(model, block_paths(model), axes, settings)

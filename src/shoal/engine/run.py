@@ -19,10 +19,11 @@ from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
 from shoal.engine.forward import Forwards
-from shoal.engine.held import Held
+from shoal.engine.held import Held, local
 from shoal.engine.layout import Layout
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.optimizer import NamedOptimizer
+from shoal.engine.parts import Gradients
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.record import Record
 from shoal.engine.saver import Saver
@@ -31,7 +32,6 @@ from shoal.engine.state import load_model
 from shoal.engine.step import StepReport, Verdict, train_step
 from shoal.job import Job
 from shoal.parallel.replicate.batchnorm import GlobalBatchNorm
-from shoal.parallel.replicate.buckets import GradientBuckets
 
 SIGNALS = ("stop", "ended", "written", "failed", "save_calls")
 
@@ -60,7 +60,7 @@ class Run:
     holds: list[bool]  # of each trained parameter, whether this rank holds it
     forwards: Forwards
     norms: list[GlobalBatchNorm]
-    buckets: GradientBuckets
+    buckets: Gradients
     optimizer: NamedOptimizer
     schedule: LrSchedule
     precision: Precision
@@ -175,7 +175,7 @@ class Run:
 
     def whole_model(self) -> nn.Module:
         """The trained model: this rank's own where it holds all of it, else built anew from the last checkpoint."""
-        if not any(param.is_meta for param in self.model.parameters()):
+        if not any(param.is_meta or local(param) is not param for param in self.model.parameters()):
             return self.model
         with self.precision.user_code():
             model = self.job.model()
@@ -251,7 +251,8 @@ class Run:
 
     def all_finite(self) -> bool:
         """Whether every floating parameter is finite."""
-        params = [p.detach() for p in self.model.parameters() if p.is_floating_point() and not p.is_meta]
+        params = [local(p.detach()) for p in self.model.parameters() if p.is_floating_point() and not p.is_meta]
+        params = [param for param in params if param.numel()]
         return all(math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
