@@ -89,6 +89,10 @@ LAYOUTS = [
     (2, {"mesh": "shard=2", "micro_batch": 1, "shard_level": 1}),
     (2, {"mesh": "shard=2", "micro_batch": 1, "shard_level": 2}),
     (4, {"mesh": "replicate=2,shard=2", "micro_batch": 1}),
+    (4, {"mesh": "pipeline=2,shard=2", "micro_batch": 1}),
+    (4, {"mesh": "pipeline=2,shard=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
+    (4, {"mesh": "pipeline=2,shard=2", "micro_batch": 1, "schedule": "interleaved-zero-bubble", "chunks": 2}),
+    (8, {"mesh": "pipeline=2,replicate=2,shard=2", "micro_batch": 1}),
 ]
 
 

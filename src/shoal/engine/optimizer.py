@@ -46,6 +46,9 @@ class NamedOptimizer:
         self.names = {id(param): name for name, param in held.items()}
         if any(isinstance(param, DTensor) for param in held.values()):
             self.fused = False  # the kernels that take a factor want it as a DTensor too: gradients are scaled first
+        for group in self.optimizer.param_groups:
+            if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+                group.update({name: False for name in KERNELS if name in group})  # they take one kind at a time
 
     def describe(self) -> list[dict[str, Any]]:
         """Each group's hyperparameters as JSON values."""

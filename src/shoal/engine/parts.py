@@ -14,12 +14,11 @@ from shoal.engine.held import Held
 from shoal.engine.layout import Layout
 from shoal.engine.names import plain
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
-from shoal.parallel.pipeline.skeleton import block_paths
 from shoal.parallel.replicate.buckets import GradientBuckets
 from shoal.parallel.shard.apply import Sharded, apply
 from shoal.parallel.shard.gradients import ShardedGradients
 from shoal.parallel.shard.spec import ShardSettings
-from shoal.plan.ranks import DATA_AXES
+from shoal.parallel.shard.units import shard_units
 
 Gradients = GradientBuckets | ShardedGradients
 
@@ -49,15 +48,16 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
     held = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
     ]
+    tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
+    gradients: Gradients
     if sharded is not None:
-        gradients: Gradients = ShardedGradients(sharded, held)
-        forwards: Forwards = Whole(model, gradients.start_backward, sharded.release)
+        gradients = ShardedGradients(sharded, held, tied)
     else:
-        tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
-        buckets = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied)
-        if pipelined:
-            pipelined.gather = buckets.gather
-        gradients, forwards = buckets, pipelined or Whole(model, buckets.start_backward)
+        gradients = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied)
+    release = sharded.release if sharded else lambda: None
+    forwards: Forwards = pipelined or Whole(model, gradients.start_backward, release)
+    if pipelined:
+        pipelined.start, pipelined.gather, pipelined.release = gradients.start_schedule, gradients.gather, release
     names = {name for name, _ in held}
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     return Parts(
@@ -69,12 +69,13 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
 def shard(model: nn.Module, layout: Layout) -> Sharded:
     """Shard the weights over the shard axis, with copies along replicate. Raises ConfigError where it cannot apply."""
     plan, mesh = layout.plan, layout.plan.mesh
-    others = [f"{axis}={degree}" for axis, degree in mesh.degrees.items() if degree > 1 and axis not in DATA_AXES]
+    others = [f"{axis}={degree}" for axis, degree in mesh.degrees.items() if degree > 1 and axis == "tensor"]
     if others:
         raise ConfigError(
-            f"the mesh {mesh} shards weights beside {', '.join(others)}; shard goes with replicate alone so far: "
+            f"the mesh {mesh} shards weights beside {', '.join(others)}; shard does not go with tensor yet: "
             "leave one of them at 1"
         )
     settings = ShardSettings.parse({"level": plan.shard_level, "cpu_offload": plan.cpu_offload}, "shard")
     axes = layout.axes("replicate", "shard") if mesh.replicate > 1 else layout.axes("shard")
-    return apply(model, block_paths(model), axes, settings)
+    units = [path for path in shard_units(model) if not any(p.is_meta for p in model.get_submodule(path).parameters())]
+    return apply(model, units, axes, settings, staged=mesh.pipeline > 1)

@@ -62,10 +62,12 @@ class Pipelined:
         mine = rank_stages(schedule, at, plan.mesh.pipeline, plan.chunks)
         self.held = [name for name, of in self.stages_of.items() if set(of) & set(mine)]
         _leave(model, {id(params[name]) for name in params if name not in self.held}, self.skeleton)
-        chunks = [Chunk(self.skeleton, s, [params[n] for n in self.held if s in self.stages_of[n]]) for s in mine]
+        chunks = [Chunk(self.skeleton, s, [name for name in self.held if s in self.stages_of[name]]) for s in mine]
         self.pipeline = Pipeline(chunks, plan.stages, schedule, device, group)
         self.places = _places(model, self.skeleton, plan, self.stages_of)
+        self.start: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
+        self.release: Callable[[], None] = lambda: None
 
     def least(self, micro_batches: int) -> int:
         """As many as the schedule needs."""
@@ -73,12 +75,14 @@ class Pipelined:
 
     def train(self, passes: Iterable[Pass], number: int) -> None:
         """The schedule over the window. Gradients are sent afterwards."""
+        self.start()
         self.pipeline.run([self._call(each) for each in passes], backward=True)
         self.gather()
 
     def evaluate(self, passes: Iterable[Pass]) -> None:
         """Forwards through the stages."""
         self.pipeline.run([self._call(each) for each in passes], backward=False)
+        self.release()
 
     def _call(self, each: Pass) -> Call:
         with each.around():

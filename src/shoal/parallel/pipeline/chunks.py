@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,12 +79,16 @@ class Chunk(nn.Module):
 
     skeleton: Skeleton
     stage: int
+    names: list[str]
 
-    def __init__(self, skeleton: Skeleton, stage: int, held: list[nn.Parameter]) -> None:
+    def __init__(self, skeleton: Skeleton, stage: int, names: list[str]) -> None:
         super().__init__()
-        self.stage = stage
-        self.held = nn.ParameterList(held)
+        self.stage, self.names = stage, names
         object.__setattr__(self, "skeleton", skeleton)  # the model is not this module's: it is whole elsewhere
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The stage's parameters as the live model has them now (whole, where shards were gathered)."""
+        return (self.skeleton.model.get_parameter(name) for name in self.names)
 
     def forward(self, *received: Tensor, call: Call) -> tuple[Tensor, ...]:
         """The values that leave the stage, or the last stage's loss."""

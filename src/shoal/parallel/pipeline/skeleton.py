@@ -142,12 +142,6 @@ def unit_paths(model: nn.Module) -> list[str]:
     return list(first.values())
 
 
-def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the repeated blocks among the units: modules that are called as wholes, one after another."""
-    parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in unit_paths(model)}
-    return [path for path, parent in parents.items() if _is_block_list(parent)]
-
-
 def _is_block_list(module: nn.Module) -> bool:
     children = list(module.children())
     return (

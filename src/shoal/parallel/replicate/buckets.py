@@ -132,6 +132,9 @@ class GradientBuckets:
         if self.ranks > 1:
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
+    def start_schedule(self) -> None:
+        """Before a pipeline's schedule, which sends nothing."""
+
     def gather(self) -> None:
         """Take in gradients that came about without a hook, as where a schedule works out weights' gradients apart."""
         for _, param in self.parameters:

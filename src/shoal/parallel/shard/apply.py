@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from shoal.blueprint.facts import inside
 from shoal.core.errors import ConfigError, ModelError
 from shoal.parallel.shard.order import Turns
 from shoal.parallel.shard.spec import ShardSettings
@@ -30,6 +31,7 @@ class Sharded:
     whole: frozenset[str]
     group: dist.ProcessGroup
     turns: Turns
+    staged: bool = False
 
     @property
     def hybrid(self) -> bool:
@@ -54,12 +56,15 @@ class Sharded:
                     )
 
 
-def apply(model: nn.Module, units: list[str], mesh: DeviceMesh, settings: ShardSettings) -> Sharded:
+def apply(
+    model: nn.Module, units: list[str], mesh: DeviceMesh, settings: ShardSettings, staged: bool = False
+) -> Sharded:
     """Collective. Shard ``model`` in place over ``mesh``: ("shard",), or ("replicate", "shard") for the hybrid.
 
-    Parameters keep their names and become DTensors split by rows. They are gathered in their own dtype, never lower:
-    FSDP2's mixed precision casts a unit's norms together with its matrices, where autocast would not. Raises
-    ConfigError or ModelError.
+    ``staged``: the model runs in a pipeline's stages, so that units stand alone and what lies in none stays whole; a
+    rank's weights and gradients are whole within the step. Parameters keep their names and become DTensors split by
+    rows. They are gathered in their own dtype, never lower: FSDP2's mixed precision casts a unit's norms together with
+    its matrices, where autocast would not. Raises ConfigError or ModelError.
     """
     names = mesh.mesh_dim_names or ()
     if names not in (("shard",), ("replicate", "shard")):
@@ -71,17 +76,22 @@ def apply(model: nn.Module, units: list[str], mesh: DeviceMesh, settings: ShardS
         )
     check_model(model, units)
     group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten("data").get_group()
-    whole = {name: param for name, param in model.named_parameters() if not param.dim()}
+    chosen = own_units(model, units)
+    whole = {
+        name: param
+        for name, param in model.named_parameters()
+        if not param.dim() or (staged and not any(inside(name, unit) for unit in chosen))
+    }
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.cpu_offload else OffloadPolicy()
     turns = Turns(model, group)
     made = {}
-    for path in [*own_units(model, units), ""]:
+    for path in chosen if staged else [*chosen, ""]:
         module = model.get_submodule(path)
         turns.before(module, path)
         unit = fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=bool(path) and settings.level == 3,
+            reshard_after_forward=bool(path) and settings.level == 3 and not staged,
             offload_policy=offload,
             ignored_params=set(whole.values()),
         )
@@ -90,4 +100,4 @@ def apply(model: nn.Module, units: list[str], mesh: DeviceMesh, settings: ShardS
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         turns.after(unit, path)
         made[path] = unit
-    return Sharded(model, mesh, settings, made, frozenset(whole), group, turns)
+    return Sharded(model, mesh, settings, made, frozenset(whole), group, turns, staged)

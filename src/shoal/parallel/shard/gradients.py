@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.core.errors import ModelError
-from shoal.parallel.replicate.buckets import GradientBuckets
+from shoal.parallel.replicate.buckets import GradientBuckets, Tie
 from shoal.parallel.shard.apply import Sharded
 from shoal.parallel.shard.pieces import is_first_copy, local
 
@@ -22,7 +23,12 @@ class ShardedGradients:
     (hybrid) are summed at the last one. Parameters without dimensions are whole and have a bucket.
     """
 
-    def __init__(self, sharded: Sharded, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        ties: Mapping[str, Tie] | None = None,
+    ) -> None:
         self.sharded, self.parameters = sharded, parameters
         split = [(name, param) for name, param in parameters if name not in sharded.whole]
         kept = [(name, param) for name, param in parameters if name in sharded.whole]
@@ -33,11 +39,11 @@ class ShardedGradients:
                 "its first forward, or after Sharded.release()"
             )
         self.split = split
-        self.whole = GradientBuckets(kept, 1 << 20, sharded.group) if kept else None
+        self.whole = GradientBuckets(kept, 25 << 20, sharded.group, ties or {}) if kept else None
         self._filled: set[int] = set()
         self._kept: dict[int, Tensor] = {}
         self._last: bool | None = None
-        for path in sharded.units:
+        for path in () if sharded.staged else sharded.units:
             self._watch(path)
 
     def _watch(self, path: str) -> None:
@@ -86,6 +92,32 @@ class ShardedGradients:
             unit.set_requires_gradient_sync(last or level > 1, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or level == 3, recurse=False)
+
+    def start_schedule(self) -> None:
+        """Before a pipeline's schedule: nothing is reduced or given up until ``gather``."""
+        for unit in self.sharded.units.values():
+            unit.set_is_last_backward(False)
+            unit.set_requires_gradient_sync(False)
+            unit.set_reshard_after_backward(False)
+
+    def gather(self) -> None:
+        """Collective. After a pipeline's schedule: reduce what its backwards left, also where they were split."""
+        owner = {id(param) for _, param in self.split}
+        for unit in self.sharded.units.values():
+            state = fully_shard.state(unit)  # type: ignore[attr-defined]  # as torch's own pipeline runtime does
+            unit.set_is_last_backward(True)
+            unit.set_requires_gradient_sync(True)
+            unit.set_reshard_after_backward(True)
+            for group in state._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    whole = getattr(each, "_unsharded_param", None)
+                    got = each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+                    if got and id(each.sharded_param) in owner:
+                        self._filled.add(id(each.sharded_param))
+                group.post_backward()
+            state._root_post_backward_final_callback()
+        if self.whole is not None:
+            self.whole.gather()
 
     def finish(self) -> None:
         """Collective. After it every gradient is summed and every weight a shard. Raises ModelError."""
