@@ -85,8 +85,8 @@ def summary(result: Mapping[str, Any]) -> str:
     """The end of a run in a few lines.
 
     ``result``: ``steps, steps_here, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out,
-    seconds, skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a mapping of
-    numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
+    seconds, skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a
+    mapping of numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
     """
     lines = [_head(result)]
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
