@@ -53,18 +53,19 @@ def term_weights(run: Run, window: Window) -> dict[str, Tensor] | None:
 def _agreed(run: Run, counts: list[dict[str, Tensor]]) -> tuple[str, ...]:
     """The terms' names, the same in every micro-batch; none: one term. Collective in a run's first window."""
     told = sorted({tuple(sorted(count)) for count in counts})
-    if run.terms is None:
+    agreed = run.terms
+    if agreed is None:
         every: list[Any] = [None] * run.ranks
         dist.all_gather_object(every, told)
         told = sorted({names for ranks in every for names in ranks})
-        run.terms = told[0]
-    if told != [run.terms]:
-        other = next(names for names in told if names != run.terms)
+        run.terms = agreed = told[0]
+    if told != [agreed]:
+        other = next(names for names in told if names != agreed)
         raise NumericsError(
-            f"counts() told the terms {', '.join(run.terms) or '(None)'} and, for another micro-batch, "
+            f"counts() told the terms {', '.join(agreed) or '(None)'} and, for another micro-batch, "
             f"{', '.join(other) or '(None)'}; tell the same terms every time, with a count of 0 where none is there"
         )
-    return run.terms
+    return agreed
 
 
 def combined(value: Any, counts: dict[str, Tensor], weights: dict[str, Tensor]) -> Loss:
