@@ -24,7 +24,7 @@ from shoal.engine.buffers import BufferWatch
 from shoal.engine.forward import split_inputs
 from shoal.engine.found import newest_everywhere
 from shoal.engine.layout import Layout, lay_out
-from shoal.engine.lr_schedule import LrSchedule, check_scaled, scale_rates
+from shoal.engine.lr_schedule import check_scaled, make_schedule, scale_rates
 from shoal.engine.meet import meet
 from shoal.engine.names import refuse_parallel
 from shoal.engine.optimizer import NamedOptimizer
@@ -67,8 +67,8 @@ def build(
     found, skipped = newest_everywhere(out / "checkpoints") if settings.resume else (None, [])
     reader = Reader(found.path) if found else None
     chosen = _same_kernels(settings, place.device, reader)
-    precision = Precision(settings.precision, place.device.type)
     layout = lay_out(resolve(settings, ranks), place.device.type)
+    precision = Precision(layout.plan.precision, place.device.type)
 
     model, notes = _model(job, settings, precision, place.device)
     if settings.init_from and reader is None:
@@ -83,13 +83,14 @@ def build(
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
     data_settings = _data_settings(job, settings, layout, precision, place)
     with precision.user_code():
+        seed_all(settings.seed)
         dataset = job.data()
     source = Windows(dataset, data_settings)
     check_same_data(source)
     parts = spread(model, layout, place.device, lambda: _example(job, source, precision, place.device))
     optimizer.hold(model)
     total = total_steps(settings, source.windows_per_epoch)
-    schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
+    schedule = make_schedule(job, optimizer.optimizer, total)
     check_scaled(schedule.chosen, settings.lr_factor)
     optimizer.built = optimizer.describe()
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
@@ -154,6 +155,8 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
     refuse_parallel(model)
+    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
+        raise ModelError(f"parameter {lazy[0]!r} has no shape yet; give lazy modules a batch in model()")
     notes = precision.widen(model)
     model.to(device)
     model.train()
@@ -180,7 +183,9 @@ def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:
 def check_same_model(model: nn.Module) -> None:
     """Collective. All ranks must have built the same model, weights included. Raises ModelError naming a difference."""
     listed = [(name, str(tuple(p.shape)), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).tolist()
+    listed += [(name, str(tuple(b.shape)), str(b.dtype), "buffer") for name, b in model.named_buffers()]
+    held = [*model.parameters(), *model.buffers()]
+    sums = torch.stack([_real(tensor.detach()).double().sum() for tensor in held]).tolist()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (hashlib.sha256(json.dumps(listed).encode()).hexdigest(), listed, sums))
     for rank, (digest, other, _) in enumerate(every):
@@ -197,8 +202,10 @@ def check_same_model(model: nn.Module) -> None:
                 f"{pair[1]!r} on rank {rank}; model() must not depend on the rank"
             )
     if any(not _equal(other[2], every[0][2]) for other in every):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)  # own randomness in model(): rank 0's weights hold
+        for tensor in held:  # own randomness in model(): rank 0's weights hold
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, src=0)
+            tensor.detach().copy_(value)
 
 
 def check_same_data(source: Windows) -> None:
@@ -211,6 +218,10 @@ def check_same_data(source: Windows) -> None:
                 f"ranks 0 and {rank} were given different data: {every[0]} on rank 0 and {other} on rank {rank}; give "
                 "the whole data on every rank (it is split over them later), and shuffle with the same seed"
             )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _equal(a: list[float], b: list[float]) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.core.errors import NumericsError
 from shoal.data.loader import Window, eval_micro_batches
+from shoal.engine.buffers import unchanged_buffers
 from shoal.engine.forward import Pass, as_loss, micro_loss
 from shoal.engine.terms import term_counts, term_losses, term_weights
 from shoal.job import Loss
@@ -25,6 +26,7 @@ STOP_CHECK_EVERY = 8  # micro-batches between looks at a stop request, on all ra
 def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
     """Loss and metrics over ``dataset``: sum of sums / sum of counts. Collective. None: stopped on request."""
     sums: dict[str, torch.Tensor] = {}
+    modes = [(module, module.training) for module in run.model.modules()]
     was_training = run.model.training
     run.model.eval()
     try:
@@ -34,9 +36,12 @@ def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
             for number, some in enumerate(iter(lambda: list(islice(micros, group)), [])):
                 if number * group // STOP_CHECK_EVERY > (number - 1) * group // STOP_CHECK_EVERY and _stop(run):
                     return None
+                run.hooks.beat(run.step_count, "evaluate")
                 run.forwards.evaluate(Pass(run, micro, partial(_add, sums)) for micro in some)
     finally:
         run.model.train(was_training)
+        for module, mode in modes:  # parts that the user froze stay as they were
+            module.training = mode
         run.mark_padding(False)
     names = _names(run, sums)
     nothing = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -48,19 +53,17 @@ def evaluate(run: Run, dataset: Any) -> dict[str, float] | None:
     return means if "loss" in means else {"loss": sum(terms) if terms else float("nan"), **means}
 
 
+def _names(run: Run, sums: dict[str, torch.Tensor]) -> list[str]:
+    """Collective. The names of all ranks' figures: which a rank has may depend on its samples."""
+    every: list[Any] = [None] * run.ranks
+    dist.all_gather_object(every, list(sums))
+    return sorted({name for names in every for name in names})
+
+
 def _stop(run: Run) -> bool:
     asked = torch.tensor([float(run.stop_requested())], device=run.device)
     dist.all_reduce(asked)
     return bool(asked.item())
-
-
-def _names(run: Run, sums: dict[str, torch.Tensor]) -> list[str]:
-    """What was summed, the same on all ranks: only a pipeline's last stage knows."""
-    if run.layout.plan.mesh.pipeline == 1:
-        return sorted(sums)
-    every: list[Any] = [None] * run.ranks
-    dist.all_gather_object(every, list(sums))
-    return sorted({name for names in every for name in names})
 
 
 def _add(sums: dict[str, torch.Tensor], each: Pass, output: Any) -> None:
@@ -92,7 +95,7 @@ def largest_count(run: Run, window: Window) -> float:
     def end(each: Pass, output: Any) -> None:
         largest.copy_(micro_loss(each, output, weights).count)
 
-    with torch.no_grad():
+    with torch.no_grad(), unchanged_buffers(run.model):
         run.forwards.evaluate([Pass(run, window.micro_batches[0], end)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,6 +137,7 @@ def forward_backward(run: Run, window: Window, scale: float) -> Tally:
     """
     tally = Tally(run.device)
     weights = term_weights(run, window)
+    run.check_frozen()
     run.buckets.start_window()
 
     def end(each: Pass, output: Any) -> Tensor:
@@ -191,15 +192,15 @@ def count_into(tally: Tally, each: Pass) -> None:
     """Count a pass's tokens."""
     real, full = (0.0, 0.0) if each.micro.padding else count_tokens(each.host_inputs)
     collates = each.run.data_settings.collate
-    if full and collates and not (isinstance(each.host_inputs, dict) and "attention_mask" in each.host_inputs):
+    if full and collates and not (isinstance(each.host_inputs, Mapping) and "attention_mask" in each.host_inputs):
         each.run.note_once("padding, if collate() adds any, counts as tokens: the inputs have no attention_mask")
     tally.tokens, tally.padded_tokens = tally.tokens + real, tally.padded_tokens + full
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch's inputs as the model takes them: a tensor alone or a tuple (positional), or a dict (keywords)."""
-    if isinstance(inputs, dict):
-        return (), inputs
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
@@ -230,10 +231,12 @@ def count_tokens(inputs: Any) -> tuple[float, float]:
 
     Real ones are those of ``attention_mask`` where the inputs have one. (0, 0) where nothing looks like tokens.
     """
-    values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
     for value in values:
         if isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point():
-            mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+            mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
             real = float(mask.sum()) if isinstance(mask, Tensor) else float(value.numel())
             return real, float(value.numel())
     return 0.0, 0.0

@@ -144,7 +144,7 @@ class NamedOptimizer:
                 for key, value in saved_state.items():
                     if value is None:
                         value = read(key, name, param)
-                        value = value if key == "step" and on_host else value.to(param.device)
+                        value = value if key == "step" and on_host else _beside(param, value)
                     self.optimizer.state[param][key] = value
         self._untried = True
         return notes, ratios
@@ -177,6 +177,13 @@ class NamedOptimizer:
 def first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:
     """Each tied parameter once, under its first name."""
     return list(dict.fromkeys(tied.get(name, name) for name in names))
+
+
+def _beside(param: Tensor, value: Tensor) -> Tensor:
+    """``value`` on the parameter's device, and in its layout where the shapes agree, as fused kernels need it."""
+    if isinstance(param, DTensor) or value.shape != param.shape or value.stride() == param.stride():
+        return value.to(param.device)
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _strangers(number: int, built: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     padded_tokens: float
     used: list[bool]
     signals: dict[str, float]
-    changed_buffers: list[bool]
+    changed_buffers: list[float]
 
 
 class StepReport(NamedTuple):
@@ -72,7 +72,8 @@ def train_step(run: Run, window: Window) -> StepReport:
 def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> list[float]:
     """Collective. Everything that ranks must know of each other, summed in one float64 vector and read once."""
     squares = run.buckets.squared_norm(dtype).to(run.device)
-    head = torch.stack([tally.loss, tally.count, tally.bad_counts]) * run.layout.tells_loss
+    head = torch.stack([tally.loss, tally.count, tally.bad_counts])
+    head = head if run.layout.tells_loss else torch.zeros_like(head)  # 0 times NaN is NaN
     told = [
         tally.tokens * run.layout.tells_tokens,
         tally.padded_tokens * run.layout.tells_tokens,
@@ -108,9 +109,9 @@ def judge(run: Run, values: list[float]) -> Verdict:
     elif not (math.isfinite(loss) and math.isfinite(norm)):
         reason = "the loss is not finite" if not math.isfinite(loss) else "a gradient is not finite"
     return Verdict(
-        reason is None, reason, clip_factor(norm, run.settings.clip) / scaled if reason is None else 0.0,
+        reason is None, reason, clip_factor(norm, run.layout.plan.clip) / scaled if reason is None else 0.0,
         loss / count if count else 0.0, count, norm, tokens, padded,
-        [value > 0 for value in used], signals, [value > 0 for value in changed],
+        [value > 0 for value in used], signals, changed,
     )  # fmt: skip
 
 
@@ -119,9 +120,10 @@ def apply(run: Run, verdict: Verdict) -> None:
     run.watch.equalise(verdict.changed_buffers)
     if verdict.applied:
         run.buckets.assign(used for used, held in zip(verdict.used, run.holds, strict=True) if held)
-        if not run.optimizer.step(verdict.factor):
-            run.buckets.scale(verdict.factor)
-            run.optimizer.step(1.0)
+        with run.precision.user_code():  # an optimizer makes its counters in the default dtype
+            if not run.optimizer.step(verdict.factor):
+                run.buckets.scale(verdict.factor)
+                run.optimizer.step(1.0)
         run.schedule.step()
         run.average.update()
         run.skips_in_a_row = 0
