@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.blueprint.structures import mapped
+from shoal.blueprint.structures import mapped, tensors
 from shoal.parallel.shard.apply import Sharded, apply
 from shoal.parallel.shard.pieces import local, pieces
 from shoal.parallel.shard.recorded import NotReplayable, Place, Recording, record, replay, view
@@ -76,6 +76,7 @@ def _fill_with_meta(recording: Recording, wide: torch.dtype | None) -> dict[str,
     """Put parameters on the meta device, tied ones once. Where each one's value comes from, by name."""
     found: dict[str, Place | Tensor] = {}
     made: dict[int, nn.Parameter] = {}
+    alive = []  # so that no parameter's identity is used twice
     for path, module in recording.model.named_modules():
         for name, param in module._parameters.items():
             if param is None:
@@ -86,7 +87,7 @@ def _fill_with_meta(recording: Recording, wide: torch.dtype | None) -> dict[str,
                 found[f"{path}.{name}" if path else name] = (
                     recording.place(param) if isinstance(param, FakeTensor) else param.detach()
                 )
-            made[-id(param)] = param  # alive: its identity stays its own
+            alive.append(param)
             module._parameters[name] = made[id(param)]
     return found
 
@@ -124,10 +125,12 @@ def _replay_into(
         else:
             _keep_shard(params[name], place)
     others = [(module, name) for module in model.modules() for name in [*module._buffers, *vars(module)]]
-    buffers: dict[int, Tensor] = {}
-    for module, name in others:
-        mapped(lambda t: buffers.setdefault(recording.place(t).storage, t) and t if isinstance(t, FakeTensor) else t,
-               module._buffers.get(name, vars(module).get(name)))  # fmt: skip
+    buffers = {
+        recording.place(tensor).storage
+        for module, name in others
+        for tensor in tensors(module._buffers.get(name, vars(module).get(name)))
+        if isinstance(tensor, FakeTensor)
+    }
     real: dict[int, Tensor] = {}
 
     def ready(storage: int, flat: Tensor) -> None:
@@ -142,7 +145,7 @@ def _replay_into(
         place = recording.place(tensor)
         return view(real[place.storage], place).to(device)
 
-    most = replay(recording, seed, ready, set(waiting) | set(buffers))
+    most = replay(recording, seed, ready, set(waiting) | buffers)
     for module, name in others:
         if name in module._buffers:
             module._buffers[name] = mapped(filled, module._buffers[name])
