@@ -31,6 +31,8 @@ class Odd(nn.Module):
         self.table = torch.outer(torch.arange(4.0), self.frequency)
         self.order = torch.randperm(7)
         self.scale = nn.Parameter(torch.tensor(2.5))
+        self.again = nn.Module()
+        self.again.scale = self.scale
         self.last = nn.Parameter(torch.randn(3, 3) @ self.lin.weight.data[:3, :3])
 
 

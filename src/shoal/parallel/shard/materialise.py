@@ -93,7 +93,7 @@ def _fill_with_meta(recording: Recording, wide: torch.dtype | None) -> dict[str,
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the shards; tied parameters stay one, which ``to_empty`` alone would part."""
+    """Memory for the shards. Tied parameters stay one: ``to_empty`` would part those that are not in shards."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
