@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.harness import run_ranks
-from tests.sharding import adamw, gradients_of, micro_batches, plain, run_window, sharded, train, whole
+from tests.sharding import gradients_of, micro_batches, plain, run_window, sharded, train, whole
 from tests.small_jobs import LM, classes_loss, error, mlp_rows, token_loss, token_rows
 from torch import nn
 
@@ -172,10 +172,13 @@ def test_the_fused_optimizer_takes_the_step_s_factor_on_shards():
     """float32, one factor inside torch's fused kernel."""
     rows = token_rows(COUNTS)
 
+    def steady(model):  # a large eps: gradients that are zero but for rounding move nothing
+        return torch.optim.AdamW(model.parameters(), lr=0.02, eps=0.01)
+
     def body(rank):
         model = tied_gpt().float()
         held = sharded(model, (2,))
-        gradients, made = gradients_of(held), NamedOptimizer(adamw(model), model)
+        gradients, made = gradients_of(held), NamedOptimizer(steady(model), model)
         for ids in STEPS:
             run_window(model, gradients, micro_batches(rank, 2, ids, 4), rows, token_loss)
             gradients.assign([True] * len(gradients.parameters))
@@ -183,6 +186,6 @@ def test_the_fused_optimizer_takes_the_step_s_factor_on_shards():
             assert made.step(1 / sum(COUNTS[i] for i in ids))
         return {name: whole(param) for name, param in model.named_parameters()}
 
-    wanted = plain(tied_gpt().float(), rows, token_loss, STEPS).weights
+    wanted = plain(tied_gpt().float(), rows, token_loss, STEPS, optimizer=steady).weights
     for found in run_ranks(body, 2):
-        assert error(found, wanted) < 1e-4
+        assert error(found, wanted) < 1e-5
