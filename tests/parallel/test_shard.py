@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from tests.harness import run_ranks
-from tests.sharding import plain, sharded, train
+from tests.sharding import gradients_of, micro_batches, plain, run_window, sharded, train, whole
 from tests.small_jobs import LM, classes_loss, error, mlp_rows, token_loss, token_rows
 from torch import nn
 
+from shoal.engine.optimizer import NamedOptimizer
 from shoal.models.gpt import GPT
 
 pytestmark = pytest.mark.ranks
@@ -165,3 +166,26 @@ def test_tied_weights_stay_one_parameter():
     wanted = plain(copy.deepcopy(tied_everywhere()), rows, token_loss, STEPS)
     for found in run_ranks(body, 2):
         agree(found, wanted)
+
+
+def test_the_fused_optimizer_takes_the_step_s_factor_on_shards():
+    """float32, one factor inside torch's fused kernel."""
+    rows = token_rows(COUNTS)
+
+    def steady(model):  # a large eps: gradients that are zero but for rounding move nothing
+        return torch.optim.AdamW(model.parameters(), lr=0.02, eps=0.01)
+
+    def body(rank):
+        model = tied_gpt().float()
+        held = sharded(model, (2,))
+        gradients, made = gradients_of(held), NamedOptimizer(steady(model), model)
+        for ids in STEPS:
+            run_window(model, gradients, micro_batches(rank, 2, ids, 4), rows, token_loss)
+            gradients.assign([True] * len(gradients.parameters))
+            assert made.fused
+            assert made.step(1 / sum(COUNTS[i] for i in ids))
+        return {name: whole(param) for name, param in model.named_parameters()}
+
+    wanted = plain(tied_gpt().float(), rows, token_loss, STEPS, optimizer=steady).weights
+    for found in run_ranks(body, 2):
+        assert error(found, wanted) < 1e-5
