@@ -151,8 +151,9 @@ class Placing:
         still = SimpleNamespace(state=dict, load=lambda *given: None)
         return SimpleNamespace(
             model=model, optimizer=named, average=averages, held=self.held, schedule=still, scaler=still,
-            reader_state=None, ranks=dist.get_world_size(), rank=dist.get_rank(), kernels={}, last_loss=None,
+            windows_source=SimpleNamespace(identity="rows"), reader_state=None, ranks=dist.get_world_size(), rank=dist.get_rank(), kernels={}, last_loss=None,
             step_count=seed, settings=SimpleNamespace(seed=seed),
+            layout=SimpleNamespace(data_rank=0, data_ranks=1),
         )  # fmt: skip
 
 

@@ -401,12 +401,12 @@ def test_optimizer_state_of_a_part_that_was_frozen_comes_back():
         new_gradients, new = gradients_of(again), adamw(again.model)
         new_named = NamedOptimizer(new, again.model)
 
-        def read(name):
-            key, _, of = name.removeprefix("optimizer/").partition("/")
+        def read(key, of, param):
+            name = f"optimizer/{key}/{of}"
             like = torch.zeros_like(others[of].data) if key != "step" else torch.zeros(())
             return read_into(like, name, saved)
 
-        new_named.load(values, read)
+        new_named.load(values, read, {})
         for model, these, optimizer, grads in (
             (held.model, params, made, gradients),
             (again.model, others, new, new_gradients),

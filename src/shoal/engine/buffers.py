@@ -89,8 +89,8 @@ class BufferWatch:
             if last not in self.model.get_submodule(owner)._non_persistent_buffers_set:
                 raise ModelError(
                     f"forward gave the buffer {name!r} the shape {found[first]} on rank {first} and {found[other]} on "
-                    f"rank {other}, but a checkpoint holds it once; give it one shape whatever the batch, or register it "
-                    "with persistent=False"
+                    f"rank {other}, but a checkpoint holds it once; give it one shape whatever the batch, or register "
+                    "it with persistent=False"
                 )
             self._apart.add(name)
 

@@ -110,8 +110,10 @@ def build(
         if settings.init_from:
             notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
+    batch = {name: getattr(layout.plan, name) for name in ("global_batch", "micro_batch", "accumulation")}
+    batch["ranks"] = layout.data_ranks
     notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
-    _start_record(run, place, notes, {"plan": layout.plan.model_dump(mode="json"), "origins": origins})
+    _start_record(run, place, notes, {"batch": batch, "plan": layout.plan.model_dump(mode="json"), "origins": origins})
     if settings.compile:
         model.compile()
     return run
