@@ -151,7 +151,8 @@ class Placing:
         still = SimpleNamespace(state=dict, load=lambda *given: None)
         return SimpleNamespace(
             model=model, optimizer=named, average=averages, held=self.held, schedule=still, scaler=still,
-            windows_source=SimpleNamespace(identity="rows"), reader_state=None, ranks=dist.get_world_size(), rank=dist.get_rank(), kernels={}, last_loss=None,
+            reader_state=None, ranks=dist.get_world_size(), rank=dist.get_rank(), kernels={}, last_loss=None,
+            windows_source=SimpleNamespace(identity="rows"),
             step_count=seed, settings=SimpleNamespace(seed=seed),
             layout=SimpleNamespace(data_rank=0, data_ranks=1),
         )  # fmt: skip
@@ -262,7 +263,8 @@ def sharded_run(rank: int, ranks: int, seed: int, steps: int):
     return SimpleNamespace(
         model=model, optimizer=named, average=WeightAverage(model, None), held=Held(Mesh(shard=ranks), rank),
         schedule=still, scaler=still, reader_state=None, ranks=ranks, rank=rank, kernels={}, last_loss=None,
-        step_count=steps, settings=SimpleNamespace(seed=seed),
+        step_count=steps, settings=SimpleNamespace(seed=seed), windows_source=SimpleNamespace(identity="rows"),
+        layout=SimpleNamespace(data_rank=0, data_ranks=1),
     )  # fmt: skip
 
 
