@@ -19,7 +19,9 @@ from shoal.blueprint.split import Refusal, Seen, Split, fits
 from shoal.core.errors import ConfigError, nearest
 
 #: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
-LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1)}
+LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1), "matmul": (0, 1, 2, 1), "mm": (0, 1, 2, 1)}
+
+TRANSPOSES = ("T", "t", "mT", "transpose")
 
 TRIALS = 32  # of columns and packings, for one row layer
 
@@ -79,6 +81,7 @@ class _Layer(NamedTuple):
     input: int | None
     output_dim: int
     outputs: int
+    transposed: int | None  # the operation that transposes the weight, where one does
 
     def splits(self, kind: str, parts: tuple[int, ...]) -> dict[str, Split]:
         """The splits of its parameters as a column or a row layer."""
@@ -106,12 +109,21 @@ class _Search:
             return None
         given = [*operation.arguments, *(value for _, value in operation.keywords if isinstance(value, Ref))]
         x, weight, bias = (given[place] if len(given) > place else None for place in places[:3])
+        output_dim, transposed = places[3], None
+        if isinstance(weight, Ref) and isinstance(weight.of, int) and weight.of in self.blueprint.maker:
+            transposed = self.blueprint.maker[weight.of]
+            maker = self.blueprint.operations[transposed]
+            if maker.name not in TRANSPOSES or not maker.parameters:
+                return None
+            weight, output_dim = Ref(maker.parameters[0]), 1 - output_dim
         if not (isinstance(weight, Ref) and isinstance(weight.of, str)):
             return None
         shape = self.blueprint.parameter[weight.of].shape
-        bias_name = bias.of if isinstance(bias, Ref) and isinstance(bias.of, str) else None
+        if len(shape) != 2 or self.blueprint.parameter[weight.of].buffer:
+            return None
+        bias_name = self.first(bias.of) if isinstance(bias, Ref) and isinstance(bias.of, str) else None
         source = x.of if isinstance(x, Ref) and isinstance(x.of, int) else None
-        return _Layer(number, self.first(weight.of), bias_name, source, places[3], shape[places[3]])
+        return _Layer(number, self.first(weight.of), bias_name, source, output_dim, shape[output_dim], transposed)
 
     def first(self, name: str) -> str:
         return self.blueprint.parameter[name].name
@@ -306,21 +318,23 @@ class _Trial:
         for layer, parts in columns.values():
             self.weights |= layer.splits("column", parts)
         self.visited: list[int] = []
+        self.transposes = {c.transposed: number for number, (c, _) in columns.items() if c.transposed is not None}
 
     def run(self) -> tuple[int, ...]:
         """The parts of the row's inputs. Raises _Failed."""
         for number, (layer, parts) in self.columns.items():
             if not fits(parts, self.search.degree):
                 raise self.failed(f"{' + '.join(map(str, parts))} outputs cannot be divided among {self.search.degree}", {number})
-        waiting, seen, ended = list(self.columns), set(self.columns), None
-        heapq.heapify(waiting)
+        seen, ended = {*self.columns, *self.transposes}, None
+        waiting = sorted(seen)
         while waiting:
             number = heapq.heappop(waiting)
             if number == self.row.number:
                 ended = self.end()
                 continue
             operation = self.blueprint.operations[number]
-            origin = frozenset({number} if number in self.columns else set()).union(
+            own = number if number in self.columns else self.transposes.get(number)
+            origin = frozenset(() if own is None else (own,)).union(
                 *(self.origin.get(value, frozenset()) for value in operation.reads)
             )
             outcome = self.outcome(operation, number, origin)

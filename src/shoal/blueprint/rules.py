@@ -25,7 +25,11 @@ def rule(call: Call) -> Outcome:
     if call.in_place and outcome.targets[0] != seen[0].split:
         raise Refusal(f"{call.name} writes split values into one that is not split alike")
     for tensor, target in zip(seen, outcome.targets, strict=True):
-        if target is not None and tensor.split is None and not fits(target.parts, call.degree):
+        if target is None or tensor.split is not None:
+            continue
+        if tensor.shape[target.dim] != target.size:
+            raise Refusal(f"{target.size} entries are wanted of a dimension of {tensor.shape[target.dim]}")
+        if not fits(target.parts, call.degree):
             raise Refusal(f"{' + '.join(map(str, target.parts))} cannot be divided among {call.degree}")
     return outcome
 

@@ -139,6 +139,7 @@ class _Shown:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the module's forward."""
+        self.group.running += 1
         saved = []
         for owner, leaf, split in self.reads:
             saved.append((owner, leaf, owner.__dict__.get(leaf)))
@@ -151,6 +152,7 @@ class _Shown:
         """After it, also where it failed."""
         if not self.before:
             return
+        self.group.running -= 1
         for owner, leaf, part in reversed(self.before.pop()):
             if part is None:
                 owner.__dict__.pop(leaf, None)
@@ -159,7 +161,7 @@ class _Shown:
 
 
 def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
-    """Hook every module whose own code reads a divided parameter."""
+    """Hook every module whose own code reads a divided parameter, or works on parts."""
     names: dict[str, list[str]] = {}
     for name, first in layout.first.items():
         names.setdefault(first, []).append(name)
@@ -168,6 +170,8 @@ def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
         for name in operation.parameters:
             if name in layout.first and layout.split(name) is not None:
                 reads.setdefault(operation.module, {})[layout.first[name]] = None
+    for number in {number for region in layout.roles.regions for number in region.operations}:
+        reads.setdefault(blueprint.operations[number].module, {})
     for path, firsts in reads.items():
         shown = []
         for name in (name for first in firsts for name in names[first]):

@@ -14,11 +14,13 @@ from shoal.blueprint.split import Split, spans
 
 class Group:
     """The ranks that share a model's tensors. ``entered``: the last value that entered a region, and what it became,
-    so that layers that read the same value (query, key, value; gate, up) send its gradient once."""
+    so that layers that read the same value (query, key, value; gate, up) send its gradient once. ``running``: how many
+    modules with parts are within their forward. ``gathers``: parts that had to become whole, by function."""
 
     def __init__(self, ranks: dist.ProcessGroup | None, degree: int, rank: int) -> None:
         self.ranks, self.degree, self.rank = ranks, degree, rank
         self.entered: tuple[Tensor, int, Tensor] | None = None
+        self.running = 0
         self.gathers: dict[str, int] = {}
 
     def __deepcopy__(self, memo: Any) -> Group:

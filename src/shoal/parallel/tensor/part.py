@@ -27,6 +27,7 @@ class Part(Tensor):
 
     _split: Split
     _group: Group
+    _made_in: int | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,10 +35,16 @@ class Part(Tensor):
             return _run(func, args, kwargs or {})
 
 
+def _in_backward() -> int | None:
+    """The number of the backward node that runs, None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def marked(tensor: Tensor, split: Split, group: Group) -> Part:
     """A fresh tensor as this rank's part."""
     tensor.__class__ = Part
-    tensor._split, tensor._group = split, group  # type: ignore[attr-defined]
+    tensor._split, tensor._group, tensor._made_in = split, group, _in_backward()  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -80,10 +87,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in ASKS and not (name == "type" and len(args) > 1):
         return func(*args, **kwargs)
     if name in ("shape", "size", "numel", "len", "nelement"):
+        if _is_saved(args[0], args[0]._group):
+            return func(*args, **kwargs)
         return _asked(name, args, kwargs)
     found: list[Tensor] = []
     call_args, call_keywords = _described(args, found), _described(kwargs, found)
-    group = next(tensor._group for tensor in found if isinstance(tensor, Part))
+    part = next(tensor for tensor in found if isinstance(tensor, Part))
+    group = part._group
+    if _is_saved(part, group):
+        return func(*args, **kwargs)
     key = (name, in_place, call_args, call_keywords, group.degree)
     outcome = _outcomes.get(key)
     if outcome is None:
@@ -98,6 +110,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(outcome, Refusal):
         return _whole(func, name, args, kwargs, in_place, group, outcome)
     return _on_parts(func, args, kwargs, found, outcome, group)
+
+
+def _is_saved(part: Part, group: Group) -> bool:
+    """Whether a part is read in the backward of a model's own autograd function, where gradients are local values.
+
+    Recomputed forwards (checkpointing) run inside a backward too: their parts were made there, and their modules run.
+    """
+    node = _in_backward()
+    return node is not None and (part._made_in != node or (not group.running and not torch.is_grad_enabled()))
 
 
 def _asked(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
