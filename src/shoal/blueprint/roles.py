@@ -65,7 +65,7 @@ def roles(blueprint: Blueprint, degree: int, overrides: Mapping[str, str] | None
     search.vocabularies(kept)
     found = {p.name: search.found.get(p.name, Role("replicated", None)) for p in blueprint.parameters if not p.buffer}
     reasons = {
-        name: search.reasons.get(name) or search.row_reasons.get(name) or "it is the weight of no layer that can be divided"
+        name: search.reason(name)
         for name, role in found.items()
         if role.split is None and len(blueprint.parameter[name].shape) >= 2
     }
@@ -98,7 +98,8 @@ class _Search:
         self.layers = {number: layer for number, op in enumerate(blueprint.operations) if (layer := self.layer(op, number))}
         self.found: dict[str, Role] = {}
         self.reasons: dict[str, str] = {}
-        self.row_reasons: dict[str, str] = {}  # of those that could be no row layer, where nothing better is known
+        self.failures: dict[str, list[str]] = {}  # of trials as a column layer
+        self.row_failures: dict[str, list[str]] = {}
         self.regions: list[Region] = []
         self.inside: set[int] = set()  # layers that stand in a region
 
@@ -206,8 +207,8 @@ class _Search:
                 row_parts = trial.run()
             except _Failed as failed:
                 for name in failed.weights:
-                    self.reasons.setdefault(name, str(failed))
-                self.row_reasons.setdefault(row.weight, str(failed))
+                    self.failures.setdefault(name, []).append(str(failed))
+                self.row_failures.setdefault(row.weight, []).append(str(failed))
                 waiting.append(tuple(pair for pair in chosen if pair[0].number not in failed.columns))
                 if failed.parts:
                     waiting.append(tuple((c, failed.parts.get(c.number, parts)) for c, parts in chosen))
@@ -231,8 +232,13 @@ class _Search:
         self.found |= {name: Role("row", split) for name, split in row.splits("row", row_parts).items()}
         self.inside.add(row.number)
         self.regions.append(Region(tuple(c.weight for c, _ in columns), row.weight, tuple(visited)))
-        for name in (row.weight, *(c.weight for c, _ in columns)):
-            self.reasons.pop(name, None)
+
+    def reason(self, name: str) -> str:
+        """Why a parameter stays whole: numbers that do not divide before operations in the way."""
+        failures = [*self.failures.get(name, ()), *self.row_failures.get(name, ())]
+        numbers = sorted((failure for failure in failures if "cannot be divided" in failure), key=len)
+        known = [self.reasons[name]] if name in self.reasons else []
+        return next(iter([*known, *numbers, *failures]), "it is the weight of no layer that can be divided")
 
     # Vocabulary
 
