@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.tensor_training import Case
 from torch import Tensor
 
 from shoal.models import GPT, ViT
-from tests.tensor_training import Case
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -133,6 +133,4 @@ def family(name: str) -> Case:
     import transformers
 
     model, config, settings, inputs = FAMILIES[name]
-    return Case(
-        lambda: getattr(transformers, model)(getattr(transformers, config)(**settings)), inputs, cross_entropy
-    )
+    return Case(lambda: getattr(transformers, model)(getattr(transformers, config)(**settings)), inputs, cross_entropy)

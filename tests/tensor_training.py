@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from tests.harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.blueprint.roles import Roles, roles
 from shoal.blueprint.trace import trace
 from shoal.parallel.tensor.apply import Layout, apply
-from tests.harness import run_ranks
 
 
 class Case(NamedTuple):
@@ -64,9 +64,7 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, s
     """The largest error and its tensor: max|a - b| / max(max|a|, 1e-3 of the largest such value)."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     floor = 1e-3 * max(float(t.abs().max()) for t in wanted.values())
-    return max(
-        (float((found[n] - t).abs().max()) / max(float(t.abs().max()), floor), n) for n, t in wanted.items()
-    )
+    return max((float((found[n] - t).abs().max()) / max(float(t.abs().max()), floor), n) for n, t in wanted.items())
 
 
 def hold(case: Case, degree: int, overrides: dict[str, str] | None = None) -> tuple[float, float, dict[str, int]]:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tensor_cases import OWN, family
+from tests.tensor_training import found_roles
 from torch import nn
 
 from shoal.blueprint.roles import Role, roles
@@ -10,8 +12,6 @@ from shoal.blueprint.split import Refusal, Split, cut, reshaped
 from shoal.blueprint.trace import trace
 from shoal.core.errors import ConfigError
 from shoal.models import GPT
-from tests.tensor_cases import OWN, family
-from tests.tensor_training import found_roles
 
 pytestmark = pytest.mark.unit
 

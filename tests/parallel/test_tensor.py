@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.harness import RankFailed, run_ranks
+from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
+from tests.tensor_training import Case, built, error, found_roles, hold, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -17,9 +20,6 @@ from shoal.blueprint.trace import trace
 from shoal.core.errors import ModelError
 from shoal.models import GPT
 from shoal.parallel.tensor.apply import Layout, apply
-from tests.harness import RankFailed, run_ranks
-from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
-from tests.tensor_training import Case, built, error, found_roles, hold, train
 
 pytestmark = pytest.mark.ranks
 
@@ -344,7 +344,12 @@ def test_functions_of_split_tensors_that_models_use_are_exact():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.k, self.v, self.out = nn.Linear(16, 32), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(32, 16)
+            self.q, self.k, self.v, self.out = (
+                nn.Linear(16, 32),
+                nn.Linear(16, 16),
+                nn.Linear(16, 16),
+                nn.Linear(32, 16),
+            )
             self.scale = nn.Parameter(torch.ones(8))
             self.bias = nn.Parameter(torch.zeros(4, 1, 1))
 

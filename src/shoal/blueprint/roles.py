@@ -8,22 +8,18 @@ possible row layer to the layers that feed it, and accepted only where the rules
 from __future__ import annotations
 
 import fnmatch
-import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
-from shoal.blueprint.rules import rule
-from shoal.blueprint.shape_rules import Call, Outcome
-from shoal.blueprint.split import Refusal, Seen, Split, fits
+from shoal.blueprint.facts import Blueprint, Operation, Ref
+from shoal.blueprint.regions import LAYERS, TRANSPOSES, Failed, Layer, Trial
+from shoal.blueprint.split import Split
 from shoal.core.errors import ConfigError, nearest
 
-#: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
-LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1), "matmul": (0, 1, 2, 1), "mm": (0, 1, 2, 1)}
-
-TRANSPOSES = ("T", "t", "mT", "transpose")
-
 TRIALS = 32  # of columns and packings, for one row layer
+
+HEAD_PASSES = ("float", "to", "getitem", "view", "reshape", "contiguous", "add", "mul", "div", "tanh", "transpose",
+               "flatten", "squeeze")  # fmt: skip
 
 KINDS = ("column", "row", "vocabulary", "replicated")
 
@@ -72,30 +68,14 @@ def roles(blueprint: Blueprint, degree: int, overrides: Mapping[str, str] | None
     return Roles(degree, found, tuple(search.regions), reasons)
 
 
-class _Layer(NamedTuple):
-    """An operation with a weight."""
-
-    number: int
-    weight: str
-    bias: str | None
-    input: int | None
-    output_dim: int
-    outputs: int
-    transposed: int | None  # the operation that transposes the weight, where one does
-
-    def splits(self, kind: str, parts: tuple[int, ...]) -> dict[str, Split]:
-        """The splits of its parameters as a column or a row layer."""
-        if kind == "row":
-            return {self.weight: Split(1 - self.output_dim, parts)}
-        return {self.weight: Split(self.output_dim, parts)} | ({self.bias: Split(0, parts)} if self.bias else {})
-
-
 class _Search:
     """The state of the search: what has been given a role."""
 
     def __init__(self, blueprint: Blueprint, degree: int) -> None:
         self.blueprint, self.degree = blueprint, degree
-        self.layers = {number: layer for number, op in enumerate(blueprint.operations) if (layer := self.layer(op, number))}
+        self.layers = {
+            number: layer for number, op in enumerate(blueprint.operations) if (layer := self.layer(op, number))
+        }
         self.found: dict[str, Role] = {}
         self.reasons: dict[str, str] = {}
         self.failures: dict[str, list[str]] = {}  # of trials as a column layer
@@ -103,7 +83,7 @@ class _Search:
         self.regions: list[Region] = []
         self.inside: set[int] = set()  # layers that stand in a region
 
-    def layer(self, operation: Operation, number: int) -> _Layer | None:
+    def layer(self, operation: Operation, number: int) -> Layer | None:
         """The layer that an operation is, if any."""
         places = LAYERS.get(operation.name)
         if places is None:
@@ -124,7 +104,7 @@ class _Search:
             return None
         bias_name = self.first(bias.of) if isinstance(bias, Ref) and isinstance(bias.of, str) else None
         source = x.of if isinstance(x, Ref) and isinstance(x.of, int) else None
-        return _Layer(number, self.first(weight.of), bias_name, source, output_dim, shape[output_dim], transposed)
+        return Layer(number, self.first(weight.of), bias_name, source, output_dim, shape[output_dim], transposed)
 
     def first(self, name: str) -> str:
         return self.blueprint.parameter[name].name
@@ -157,7 +137,7 @@ class _Search:
         if len(shape) > 2 or dim >= len(shape) or shape[dim] % self.degree:
             raise ConfigError(
                 f"{name!r} of shape {tuple(shape)} cannot take the tensor role {kind!r} over {self.degree} ranks: "
-                f"dimension {dim} must exist and be divisible by {self.degree}; leave it replicated or change the degree"
+                f"dimension {dim} must exist and be divisible by {self.degree}; leave it replicated"
             )
         self.found[name] = Role(kind, Split(dim, (shape[dim],)))
         if layer and layer.bias and kind != "row":
@@ -174,7 +154,7 @@ class _Search:
             if columns:
                 self.region(row, columns)
 
-    def feeding(self, row: _Layer) -> list[_Layer]:
+    def feeding(self, row: Layer) -> list[Layer]:
         """The layers whose outputs reach a layer's input without passing through another layer."""
         found, seen, stack = [], set(), [row.input]
         while stack:
@@ -192,9 +172,9 @@ class _Search:
                 found.append(layer)
         return sorted(found)
 
-    def region(self, row: _Layer, columns: list[_Layer]) -> None:
+    def region(self, row: Layer, columns: list[Layer]) -> None:
         """Accept the region that divides most: all of these columns, or without those that stand in its way."""
-        waiting = [tuple((column, (column.outputs,)) for column in columns)]
+        waiting: list[tuple[tuple[Layer, tuple[int, ...]], ...]] = [tuple((c, (c.outputs,)) for c in columns)]
         tried: set[Any] = set()
         best: tuple[int, Any] | None = None
         while waiting and len(tried) < TRIALS:
@@ -202,10 +182,16 @@ class _Search:
             if not chosen or chosen in tried:
                 continue
             tried.add(chosen)
-            trial = _Trial(self, row, {column.number: (column, parts) for column, parts in chosen})
+            trial = Trial(
+                self.blueprint,
+                self.degree,
+                self.layers,
+                row,
+                {column.number: (column, parts) for column, parts in chosen},
+            )
             try:
                 row_parts = trial.run()
-            except _Failed as failed:
+            except Failed as failed:
                 for name in failed.weights:
                     self.failures.setdefault(name, []).append(str(failed))
                 self.row_failures.setdefault(row.weight, []).append(str(failed))
@@ -222,7 +208,7 @@ class _Search:
             self.accept(row, *best[1])
 
     def accept(
-        self, row: _Layer, row_parts: tuple[int, ...], columns: tuple[tuple[_Layer, tuple[int, ...]], ...], visited: Any
+        self, row: Layer, row_parts: tuple[int, ...], columns: tuple[tuple[Layer, tuple[int, ...]], ...], visited: Any
     ) -> None:
         """Give a region's parameters their roles."""
         for column, parts in columns:
@@ -279,7 +265,14 @@ class _Search:
         value, inputs = operation.reads[0], set(self.blueprint.inputs)
         while value not in inputs:
             maker = self.blueprint.maker.get(value)
-            if maker is None or self.blueprint.operations[maker].name not in ("view", "reshape", "to", "long", "masked_fill", "new_zeros"):
+            if maker is None or self.blueprint.operations[maker].name not in (
+                "view",
+                "reshape",
+                "to",
+                "long",
+                "masked_fill",
+                "new_zeros",
+            ):
                 return False
             reads = self.blueprint.operations[maker].reads
             if not reads:
@@ -287,7 +280,7 @@ class _Search:
             value = reads[0]
         return True
 
-    def is_head(self, layer: _Layer) -> bool:
+    def is_head(self, layer: Layer) -> bool:
         """A layer whose output leaves the model through no other layer."""
         stack, seen, leaves = list(self.blueprint.operations[layer.number].gives), set(), False
         while stack:
@@ -300,123 +293,3 @@ class _Search:
                     seen.add(reader)
                     stack += self.blueprint.operations[reader].gives
         return leaves
-
-
-HEAD_PASSES = frozenset("float to getitem view reshape contiguous add mul div tanh transpose flatten squeeze".split())
-
-
-class _Failed(Exception):  # noqa: N818  (an answer of a trial)
-    """A region cannot be as tried. ``columns``: those in the way; ``parts``: a packing that may do."""
-
-    def __init__(self, reason: str, columns: Iterable[int], parts: dict[int, tuple[int, ...]], weights: Iterable[str]):
-        super().__init__(reason)
-        self.columns, self.parts, self.weights = set(columns), parts, list(weights)
-
-
-class _Trial:
-    """One region carried through the rules, from its columns to its row."""
-
-    def __init__(self, search: _Search, row: _Layer, columns: dict[int, tuple[_Layer, tuple[int, ...]]]) -> None:
-        self.search, self.blueprint, self.row, self.columns = search, search.blueprint, row, columns
-        self.splits: dict[int, Split] = {}  # of values
-        self.origin: dict[int, frozenset[int]] = {}  # the columns that a value comes from
-        self.weights: dict[str, Split] = {}
-        for layer, parts in columns.values():
-            self.weights |= layer.splits("column", parts)
-        self.visited: list[int] = []
-        self.transposes = {c.transposed: number for number, (c, _) in columns.items() if c.transposed is not None}
-
-    def run(self) -> tuple[int, ...]:
-        """The parts of the row's inputs. Raises _Failed."""
-        for number, (layer, parts) in self.columns.items():
-            if not fits(parts, self.search.degree):
-                raise self.failed(f"{' + '.join(map(str, parts))} outputs cannot be divided among {self.search.degree}", {number})
-        seen, ended = {*self.columns, *self.transposes}, None
-        waiting = sorted(seen)
-        while waiting:
-            number = heapq.heappop(waiting)
-            if number == self.row.number:
-                ended = self.end()
-                continue
-            operation = self.blueprint.operations[number]
-            own = number if number in self.columns else self.transposes.get(number)
-            origin = frozenset(() if own is None else (own,)).union(
-                *(self.origin.get(value, frozenset()) for value in operation.reads)
-            )
-            outcome = self.outcome(operation, number, origin)
-            self.visited.append(number)
-            given = outcome.outputs
-            each = given if isinstance(given, tuple) and not isinstance(given, Split) else (given,) * len(operation.gives)
-            for value, split in zip(operation.gives, each, strict=True):
-                if split is None:
-                    continue
-                self.splits[value], self.origin[value] = split, origin
-                if value in self.blueprint.outputs:
-                    raise self.failed("its output leaves the model", origin)
-                for reader in self.blueprint.readers.get(value, ()):
-                    if reader not in seen:
-                        seen.add(reader)
-                        heapq.heappush(waiting, reader)
-        if ended is None:
-            raise self.failed(f"its output does not reach {self.row.weight}", set(self.columns))
-        return ended
-
-    def end(self) -> tuple[int, ...]:
-        """At the row layer: its input must be split along its last dimension."""
-        split = self.splits.get(self.row.input) if self.row.input is not None else None
-        shape = self.blueprint.values[self.row.input].shape if self.row.input is not None else ()
-        if split is None or split.dim != len(shape) - 1:
-            raise self.failed(f"what reaches {self.row.weight} is not split along its last dimension", set(self.columns))
-        return split.parts
-
-    def outcome(self, operation: Operation, number: int, origin: frozenset[int]) -> Outcome:
-        """An operation by the rules; where it must gather, the region cannot be."""
-        where = f"{operation.name} in {operation.module or 'the model'}"
-        if number in self.search.layers and number not in self.columns:
-            layer = self.search.layers[number]
-            split = self.splits.get(layer.input) if layer.input is not None else None
-            raise self.failed(f"its output is read by {layer.weight} too ({split})", origin)
-        call = Call(
-            operation.name, self.seen(operation.arguments),
-            {key: self.seen(value) for key, value in operation.keywords}, self.search.degree, operation.in_place,
-        )  # fmt: skip
-        try:
-            outcome = rule(call)
-        except Refusal as refusal:
-            raise self.failed(f"{where}: {refusal}", origin, self.packings(refusal, origin, operation)) from None
-        for tensor, target in zip(call.tensors, outcome.targets, strict=True):
-            if tensor.split is not None and tensor.split != target:
-                raise self.failed(f"{where}: {tensor.split} meets {target}", origin)
-        if outcome.partial:
-            raise self.failed(f"{where}: a sum over the split dimension", origin)
-        return outcome
-
-    def seen(self, value: Any) -> Any:
-        """An operation's argument as the rules see it."""
-        if isinstance(value, Ref):
-            if isinstance(value.of, int):
-                return Seen(self.blueprint.values[value.of].shape, self.splits.get(value.of))
-            return Seen(self.blueprint.parameter[value.of].shape, self.weights.get(value.of))
-        return tuple(self.seen(part) for part in value) if isinstance(value, tuple) else value
-
-    def packings(self, refusal: Refusal, origin: frozenset[int], operation: Operation) -> dict[int, tuple[int, ...]]:
-        """Other parts for the one column that an operation refuses."""
-        if len(origin) != 1:
-            return {}
-        (number,) = origin
-        layer, parts = self.columns[number]
-        hint = refusal.parts or self.leading(operation)
-        if hint is None or sum(hint) == 0 or layer.outputs % sum(hint):
-            return {}
-        scale = layer.outputs // sum(hint)
-        return {number: tuple(part * scale for part in hint)}
-
-    def leading(self, operation: Operation) -> tuple[int, ...] | None:
-        """Single entries taken of a split dimension: as many parts as it has entries."""
-        for ref in refs(operation.arguments):
-            if isinstance(ref.of, int) and (split := self.splits.get(ref.of)):
-                return (1,) * split.size
-        return None
-
-    def failed(self, reason: str, columns: Iterable[int], parts: dict[int, tuple[int, ...]] | None = None) -> _Failed:
-        return _Failed(reason, columns, parts or {}, [self.columns[n][0].weight for n in columns])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.blueprint.shape_rules import SHAPE_RULES, Call, Outcome, aligned, names
+from shoal.blueprint.calls import Call, Outcome, names
+from shoal.blueprint.shape_rules import SHAPE_RULES, aligned
 from shoal.blueprint.split import Refusal, Seen, Split, fits
 
 

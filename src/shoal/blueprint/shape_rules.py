@@ -3,43 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from shoal.blueprint.split import Refusal, Seen, Split, cut, local_shape, operands, reshaped
-
-Outputs = Split | None | tuple[Split | None, ...]
-
-
-class Call(NamedTuple):
-    """A call of a torch function: tensors as Seen, all else as plain values (as Operation's arguments)."""
-
-    name: str
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    degree: int
-    in_place: bool = False
-
-    def get(self, position: int, keyword: str, default: Any = None) -> Any:
-        """An argument by position or name."""
-        return self.args[position] if len(self.args) > position else self.keywords.get(keyword, default)
-
-    @property
-    def tensors(self) -> list[Seen]:
-        """All tensors among the arguments, in order."""
-        return operands((self.args, tuple(self.keywords.values())))
-
-
-class Outcome(NamedTuple):
-    """How a call runs. ``outputs``: the results' splits (one for all, or one each). ``targets``: how each tensor among
-    the arguments must lie first. ``how``: what runs instead of the function itself on these, with ``local`` for it.
-    ``partial``: results are partial sums, to be added up over the ranks."""
-
-    outputs: Outputs
-    targets: tuple[Split | None, ...]
-    how: str = ""
-    local: Any = None
-    partial: bool = False
+from shoal.blueprint.calls import Call, Outcome, Outputs, names
+from shoal.blueprint.split import Refusal, Seen, Split, cut, local_shape, reshaped
 
 
 def elementwise(call: Call) -> Outcome:
@@ -310,7 +277,7 @@ def _expanded(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
 def _cut_slice(part: Any, split: Split, dim: int, degree: int) -> tuple[Split, Any]:
     """A slice of the split dimension, whole parts of it."""
     if not _is_mark(part) or not all(isinstance(bound, int | None) for bound in part[1:]):
-        raise Refusal("single entries are taken of the split dimension")
+        raise Refusal("single entries are taken of the split dimension", (1,) * split.size)
     low, high, step = slice(*part[1:]).indices(split.size)
     if step != 1 or high <= low:
         raise Refusal("a slice with a step of the split dimension")
@@ -386,10 +353,6 @@ def corner(call: Call) -> Outcome:
     return _same(call, split)
 
 
-def names(*groups: tuple[str, Callable[[Call], Outcome]]) -> dict[str, Callable[[Call], Outcome]]:
-    return {name: found for names, found in groups for name in names.split()}
-
-
 SHAPE_RULES = names(
     (
         "add sub mul div pow neg abs exp log sqrt rsqrt square reciprocal sin cos tanh sigmoid relu gelu silu softplus "
@@ -401,7 +364,8 @@ SHAPE_RULES = names(
         "positive true_divide subtract multiply divide negative absolute sign",
         elementwise,
     ),
-    ("to type_as", converted), ("dropout", dropout), ("view reshape", view), ("view_as reshape_as", view_as), ("flatten", flatten),
+    ("to type_as", converted), ("dropout", dropout), ("view reshape", view),
+    ("view_as reshape_as", view_as), ("flatten", flatten),
     ("unflatten", unflatten), ("squeeze", squeeze), ("unsqueeze", unsqueeze), ("expand expand_as broadcast_to", expand),
     ("repeat", repeat), ("repeat_interleave", repeat_interleave),
     ("transpose swapaxes swapdims permute t T mT movedim moveaxis", permute),

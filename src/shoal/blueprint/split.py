@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     split: Split | None
 
 
-class Refusal(Exception):  # noqa: N818  (an answer of the rules, never seen by users)
+class Refusal(Exception):
     """An operation cannot run on split tensors as they are. ``parts``: of the dimension, with which it could."""
 
     def __init__(self, reason: str, parts: tuple[int, ...] | None = None) -> None:

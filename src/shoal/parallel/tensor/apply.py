@@ -75,11 +75,22 @@ class Layout:
 
     @torch.no_grad()
     def load_full(self, name: str, whole: Tensor) -> None:
-        """Set a parameter from the whole tensor. Raises ModelError where the shape is another."""
+        """Set a parameter from the whole tensor; one on meta is made, under all its names. Raises ModelError where the
+        shape is another."""
         wanted = self.whole[self.first[name]]
         if tuple(whole.shape) != wanted:
-            raise ModelError(f"parameter {name!r} has the shape {wanted}, found {tuple(whole.shape)}; load its own tensor")
-        self.model.get_parameter(name).copy_(self.part(name, whole))
+            raise ModelError(
+                f"parameter {name!r} has the shape {wanted}, found {tuple(whole.shape)}; load its own tensor"
+            )
+        parameter, part = self.model.get_parameter(name), self.part(name, whole)
+        if not parameter.is_meta:
+            parameter.copy_(part)
+            return
+        made = nn.Parameter(part.to(parameter.dtype, copy=True), parameter.requires_grad)
+        for other, first in self.first.items():
+            if first == self.first[name]:
+                owner, _, leaf = other.rpartition(".")
+                setattr(self.model.get_submodule(owner), leaf, made)
 
     def share(self, name: str) -> float:
         """What this rank's values of a parameter (or gradient) count in a sum over the group: 1, or 1 / ranks."""
@@ -121,7 +132,9 @@ def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh
 def _check(roles: Roles, shapes: dict[str, tuple[int, ...]]) -> None:
     if roles.role.keys() != shapes.keys():
         different = sorted(roles.role.keys() ^ shapes.keys())[:3]
-        raise ModelError(f"the tensor roles are for another model: parameters differ, for example {different}; derive them anew")
+        raise ModelError(
+            f"the tensor roles are for another model: parameters differ, for example {different}; derive them anew"
+        )
     for name, role in roles.role.items():
         if role.split is not None and shapes[name][role.split.dim] != role.split.size:
             raise ModelError(

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.rules import rule
-from shoal.blueprint.shape_rules import Call, Outcome
 from shoal.blueprint.split import Refusal, Seen, Split
 from shoal.blueprint.trace import operation_name
 from shoal.core.errors import ModelError
@@ -57,12 +57,14 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 #: Functions that ask about a tensor and do not depend on how much of it is here.
-ASKS = frozenset(
-    "dim ndim ndimension device dtype is_cuda is_cpu requires_grad is_leaf layout is_floating_point is_complex "
-    "is_contiguous element_size get_device is_sparse is_quantized is_nested is_meta is_mps is_xpu grad_fn _version "
-    "requires_grad_ register_hook retain_grad __repr__ __hash__ _backward_hooks names is_inference type output_nr "
-    "__class__ is_mkldnn __dlpack_device__ is_conj is_neg is_same_size __format__".split()
-)
+_ASKS = """
+    dim ndim ndimension device dtype is_cuda is_cpu requires_grad is_leaf layout is_floating_point
+    is_complex is_contiguous element_size get_device is_sparse is_quantized is_nested is_meta is_mps
+    is_xpu grad_fn _version requires_grad_ register_hook retain_grad __repr__ __hash__ _backward_hooks
+    names is_inference type output_nr __class__ is_mkldnn __dlpack_device__ is_conj is_neg is_same_size
+    __format__
+"""
+ASKS = frozenset(_ASKS.split())
 _names: dict[Any, tuple[str, bool]] = {}
 _outcomes: dict[Any, Outcome | Refusal] = {}
 
@@ -87,8 +89,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in ASKS and not (name == "type" and len(args) > 1):
         return func(*args, **kwargs)
     if name in ("shape", "size", "numel", "len", "nelement"):
-        if _is_saved(args[0], args[0]._group):
-            return func(*args, **kwargs)
+        if _in_backward() not in (None, args[0]._made_in):
+            return func(*args, **kwargs)  # of a saved part; what a checkpoint just recomputed is compared as whole
         return _asked(name, args, kwargs)
     found: list[Tensor] = []
     call_args, call_keywords = _described(args, found), _described(kwargs, found)
@@ -168,9 +170,7 @@ def _lying(tensor: Tensor, target: Split | None, group: Group) -> Tensor:
     return tensor if target is None else part_of(tensor, target, group)
 
 
-def _on_parts(
-    func: Any, args: Any, kwargs: dict[str, Any], found: list[Tensor], outcome: Outcome, group: Group
-) -> Any:
+def _on_parts(func: Any, args: Any, kwargs: dict[str, Any], found: list[Tensor], outcome: Outcome, group: Group) -> Any:
     if outcome.how == "row":
         return _row(func, found, outcome, group)
     ready = [_lying(tensor, target, group) for tensor, target in zip(found, outcome.targets, strict=True)]
@@ -212,7 +212,8 @@ def _whole(
         )
     group.gathers[name] = group.gathers.get(name, 0) + 1
     tensors: list[Tensor] = []
-    _described(args, tensors), _described(kwargs, tensors)
+    for given in (args, kwargs):
+        _described(given, tensors)
     ready = iter([gather(t, t._split, group) if isinstance(t, Part) else t for t in tensors])
     return func(*_with(args, ready), **_with(kwargs, ready))
 
