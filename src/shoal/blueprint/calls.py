@@ -1,4 +1,4 @@
-"""What rules take and give: a call of a torch function on tensors of which some are split, and how it runs. No torch."""
+"""What rules take and give: a call of a torch function on tensors of which some are split, and how it runs."""
 
 from __future__ import annotations
 

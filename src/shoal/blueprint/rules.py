@@ -23,6 +23,10 @@ def rule(call: Call) -> Outcome:
     except (TypeError, KeyError, IndexError, StopIteration, AttributeError) as error:
         raise Refusal(f"{call.name} was called in a way that is not known: {error!r}") from error
     seen = call.tensors
+    if call.keywords.get("out") is not None:
+        raise Refusal(f"{call.name} writes into another tensor")
+    if call.in_place and outcome.how:
+        raise Refusal(f"{call.name} changes its argument's shape or values in place")
     if call.in_place and outcome.targets[0] != seen[0].split:
         raise Refusal(f"{call.name} writes split values into one that is not split alike")
     for tensor, target in zip(seen, outcome.targets, strict=True):
@@ -121,8 +125,8 @@ def attention(call: Call) -> Outcome:
 def embedding(call: Call) -> Outcome:
     """embedding(ids, weight): rows of the table on several ranks, or its columns."""
     ids, weight = call.tensors
-    if call.get(3, "max_norm") is not None:
-        raise Refusal("an embedding with max_norm")
+    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq") or call.get(6, "sparse"):
+        raise Refusal("an embedding with max_norm, scale_grad_by_freq or sparse")
     if weight.split is None:
         return Outcome(ids.split, (ids.split, None))
     if weight.split.dim == 1:

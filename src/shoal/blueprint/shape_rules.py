@@ -233,8 +233,6 @@ def getitem(call: Call) -> Outcome:
     index = call.args[1]
     if not isinstance(index, tuple) or isinstance(index, Seen) or _is_mark(index):
         index = (index,)
-    elif index and all(isinstance(part, int) for part in index) and len(index) > len(first.shape):
-        raise Refusal("a list of numbers as an index")
     index = _expanded(index, len(first.shape))
     local, old, new, after = [], 0, 0, None
     lists = 0
@@ -250,6 +248,8 @@ def getitem(call: Call) -> Outcome:
             new += 1
         elif isinstance(part, tuple):
             lists += 1
+            if isinstance(part, Seen) and len(part.shape) > 1:
+                raise Refusal("a table of numbers, or a mask, as an index")
             new += len(part.shape) if isinstance(part, Seen) else 1
         elif not isinstance(part, int) or isinstance(part, bool):
             raise Refusal(f"an index of {type(part).__name__}")
@@ -313,6 +313,8 @@ def along(call: Call) -> Outcome:
     """softmax, cumsum, flip, roll, ...: works along dimensions and keeps the shape."""
     first, split = _alone(call)
     dims = call.get(2, "dims") if call.name == "roll" else call.get(1, "dim", call.keywords.get("dims"))
+    if call.name == "flip" and "dims" not in call.keywords:
+        dims = _sizes(call, "dims")
     if dims is None:
         raise Refusal(f"{call.name} over all dimensions")
     if split.dim in {dim % len(first.shape) for dim in (dims if isinstance(dims, tuple) else (dims,))}:

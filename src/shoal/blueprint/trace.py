@@ -119,6 +119,8 @@ class _Watcher(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = operation_name(func)
         written = args[0] if args and isinstance(args[0], Tensor) and (result is args[0] or name == "setitem") else None
+        if name == "getitem" and isinstance(args[1], list):
+            args = (args[0], (args[1],))  # as one index that is a list, not as one number for each dimension
         if written is None and not any(True for _ in tensors(result)):
             return result
         given = [written] if written is not None else list(tensors(result))

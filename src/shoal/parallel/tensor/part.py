@@ -92,6 +92,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if _in_backward() not in (None, args[0]._made_in):
             return func(*args, **kwargs)  # of a saved part; what a checkpoint just recomputed is compared as whole
         return _asked(name, args, kwargs)
+    if name == "getitem" and isinstance(args[1], list):
+        args = (args[0], (args[1],))  # as one index that is a list, not as one number for each dimension
     found: list[Tensor] = []
     call_args, call_keywords = _described(args, found), _described(kwargs, found)
     part = next(tensor for tensor in found if isinstance(tensor, Part))
@@ -274,7 +276,8 @@ def _dropout(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, grou
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     split: Any = outcome.outputs
     shape = (*ready[0].shape[: split.dim], split.size, *ready[0].shape[split.dim + 1 :])
-    return ready[0] * _kept(shape, p, split, ready[0], group)
+    kept = _kept(shape, p, split, ready[0], group)
+    return ready[0].mul_(kept) if (args[3] if len(args) > 3 else kwargs.get("inplace")) else ready[0] * kept
 
 
 def _attention(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
