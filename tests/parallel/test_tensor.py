@@ -13,6 +13,7 @@ from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
 from tests.tensor_training import Case, built, error, found_roles, hold, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shoal.blueprint.roles import roles
@@ -370,3 +371,28 @@ def test_functions_of_split_tensors_that_models_use_are_exact():
         assert sum(role.split is None for name, role in found.role.items() if name.endswith("weight")) == whole
         _, _, gathers = hold(case, degree)
         assert not gathers
+
+
+def test_sharding_a_divided_model_over_another_axis_is_exact():
+    """Two shards of two tensor ranks, a tied table, dropout."""
+    case = OWN["gpt tied with dropout"]
+    wanted = train(case, built(case))
+
+    def rank(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        blueprint, found = found_roles(case, 2)
+        model = built(case)
+        layout = apply(model, blueprint, found, mesh["tensor"])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            case.loss(model(**case.inputs())).backward()
+            optimizer.step()
+        weights = {n: layout.full_tensor(n, p.full_tensor()) for n, p in model.named_parameters()}
+        return error(weights, wanted.weights)[0]
+
+    assert max(run_ranks(rank, 4)) < 1e-10
