@@ -44,8 +44,11 @@ def found_roles(case: Case, degree: int, overrides: dict[str, str] | None = None
 
 
 def train(case: Case, model: nn.Module, layout: Layout | None = None, steps: int = 3) -> Trained:
-    """Three AdamW steps on the same batch; dropout is seeded alike on every rank."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    """Three AdamW steps on the same batch; dropout is seeded alike on every rank.
+
+    The optimizer's eps keeps it from blowing up gradients that are zero but for rounding (attention's key biases).
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     losses, grads = [], []
     for step in range(steps):
         torch.manual_seed(step)

@@ -386,7 +386,7 @@ def test_sharding_a_divided_model_over_another_axis_is_exact():
         for block in model.blocks:
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
         for step in range(3):
             torch.manual_seed(step)
             optimizer.zero_grad()
@@ -396,3 +396,30 @@ def test_sharding_a_divided_model_over_another_axis_is_exact():
         return error(weights, wanted.weights)[0]
 
     assert max(run_ranks(rank, 4)) < 1e-10
+
+
+def test_layers_that_torch_fuses_outside_training_are_exact():
+    """torch's encoder layer runs in one kernel then, which reads the weights of the modules below it."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(self.encoder(x))
+
+    x = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(1)).double()
+    case = Case(Encoder, lambda: {"x": x}, cross_entropy)
+    with torch.no_grad():
+        wanted = built(case).eval()(x)
+
+    def rank(rank):
+        model, layout = divided(case, 2)
+        assert layout.split("encoder.layers.0.linear1.weight") is not None
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x), wanted, rtol=1e-12, atol=1e-12)
+
+    run_ranks(rank, 2)
+    hold(case, 2)

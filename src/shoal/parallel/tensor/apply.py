@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.roles import Roles
@@ -155,9 +156,10 @@ class _Shown:
         self.group.running += 1
         saved = []
         for owner, leaf, split in self.reads:
-            saved.append((owner, leaf, owner.__dict__.get(leaf)))
             parameter = owner._parameters[leaf]
-            assert parameter is not None
+            if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
+                continue  # sharded over another axis: whole again when its own module runs
+            saved.append((owner, leaf, owner.__dict__.get(leaf)))
             owner.__dict__[leaf] = marked(parameter.view_as(parameter), split, self.group)
         self.before.append(saved)
 
@@ -174,11 +176,15 @@ class _Shown:
 
 
 def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
-    """Hook every module whose own code reads a divided parameter, or works on parts."""
+    """Hook every module whose own code reads a divided parameter, or works on parts.
+
+    The model itself shows all of them: outside training, code may read them elsewhere than in the traced forward
+    (fused encoder layers of torch do).
+    """
     names: dict[str, list[str]] = {}
     for name, first in layout.first.items():
         names.setdefault(first, []).append(name)
-    reads: dict[str, dict[str, None]] = {}
+    reads: dict[str, dict[str, None]] = {"": {n: None for n in names if layout.split(n) is not None}}
     for operation in blueprint.operations:
         for name in operation.parameters:
             if name in layout.first and layout.split(name) is not None:
