@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.tensor_training import Case
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.models import GPT, ViT
 
@@ -48,12 +48,34 @@ def cross_entropy(output: Any) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(logits)) * 7 % logits.shape[-1])
 
 
+class EncoderDecoder(nn.Module):
+    """torch's own transformer, with a causal and a padding mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Both stacks; source, target: [B, T, D]."""
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).double()
+        padding = torch.arange(source.shape[1]).expand(source.shape[:2]) >= torch.tensor([[3], [4]])
+        return self.both(source, target, tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=padding)
+
+
+def sequences() -> dict[str, Any]:
+    """Two sequences of vectors."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"source": (2, 5, 32), "target": (2, 6, 32)}
+    return {name: torch.rand(*shape, generator=generator).double() for name, shape in shapes.items()}
+
+
 OWN = {
     "gpt": Case(lambda: GPT(64, 32, 2, 4, 16), ids, cross_entropy),
     "gpt tied with dropout": Case(lambda: GPT(64, 32, 2, 4, 16, dropout=0.2, tied=True), ids, cross_entropy),
     "gpt of a prime vocabulary": Case(
         lambda: GPT(61, 32, 2, 4, 16, tied=True), lambda: ids(vocabulary=61), cross_entropy
     ),
+    "torch's transformer": Case(EncoderDecoder, sequences, cross_entropy),
     "vit": Case(ViT, lambda: images("images"), cross_entropy),
 }
 

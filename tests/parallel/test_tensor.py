@@ -311,11 +311,12 @@ def test_roles_for_another_model_or_mesh_are_refused():
 
 
 def test_collectives_are_one_per_region_each_way():
-    """Query, key and value of one input send its gradient once."""
+    """Query, key and value of one input (gate and up, too) send its gradient once."""
+    pytest.importorskip("transformers")
 
     def rank(rank):
-        case = Case(lambda: GPT(61, 32, 2, 4, 16), lambda: ids(vocabulary=61), cross_entropy)
-        model, _ = divided(case, 2)
+        case = family("llama")
+        model, _ = divided(case, 2, {"model.embed_tokens.weight": "replicated", "lm_head.weight": "replicated"})
         calls, real = [], dist.all_reduce
         dist.all_reduce = lambda tensor, **given: (calls.append(tuple(tensor.shape)), real(tensor, **given))[1]
         try:
@@ -423,3 +424,11 @@ def test_layers_that_torch_fuses_outside_training_are_exact():
 
     run_ranks(rank, 2)
     hold(case, 2)
+
+
+def test_attention_layers_of_torch_with_heads_that_cannot_be_divided_stay_whole():
+    layer = nn.TransformerEncoderLayer(18, 3, 32, batch_first=True)
+    found = roles(trace(layer, (torch.ones(2, 5, 18),), {}), 2)
+    assert found.role["self_attn.in_proj_weight"].split is None
+    assert found.reasons["self_attn.in_proj_weight"] == "3 heads cannot be divided among 2"
+    assert found.role["linear1.weight"].kind == "column"

@@ -58,6 +58,7 @@ def roles(blueprint: Blueprint, degree: int, overrides: Mapping[str, str] | None
     search = _Search(blueprint, degree)
     kept = search.override(overrides or {})
     search.regions_of_all(kept)
+    search.attention_layers(kept)
     search.vocabularies(kept)
     found = {p.name: search.found.get(p.name, Role("replicated", None)) for p in blueprint.parameters if not p.buffer}
     reasons = {
@@ -225,6 +226,23 @@ class _Search:
         numbers = sorted((failure for failure in failures if "cannot be divided" in failure), key=len)
         known = [self.reasons[name]] if name in self.reasons else []
         return next(iter([*known, *numbers, *failures]), "it is the weight of no layer that can be divided")
+
+    def attention_layers(self, kept: set[str]) -> None:
+        """torch's own attention layers: a region in one operation."""
+        for number, operation in enumerate(self.blueprint.operations):
+            if operation.name != "multi_head_attention_forward":
+                continue
+            packed, bias, out = (operation.arguments[place] for place in (5, 6, 11))
+            if not (isinstance(packed, Ref) and isinstance(out, Ref)):
+                continue
+            names = [self.first(str(ref.of)) for ref in (packed, out, bias) if isinstance(ref, Ref)]
+            width, heads = self.blueprint.parameter[names[1]].shape[1], operation.arguments[4]
+            if heads % self.degree:
+                self.reasons |= dict.fromkeys(names[:2], f"{heads} heads cannot be divided among {self.degree}")
+            elif not kept & set(names) and not self.found.keys() & set(names):
+                self.found |= {n: Role("packed column", Split(0, (width,) * 3)) for n in (names[0], *names[2:])}
+                self.found[names[1]] = Role("row", Split(1, (width,)))
+                self.regions.append(Region((names[0],), names[1], (number,)))
 
     # Vocabulary
 

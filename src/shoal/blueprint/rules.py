@@ -122,6 +122,27 @@ def attention(call: Call) -> Outcome:
     return Outcome(split, tuple(targets), "attention" if repeats or drops else "", repeats)
 
 
+#: Where multi_head_attention_forward's arguments stand: heads, packed weights, and what must be absent.
+_HEADS, _PACKED, _PACKED_BIAS, _ABSENT, _OUT, _OUT_BIAS = 4, 5, 6, (7, 8), 11, 12
+
+
+def attention_layer(call: Call) -> Outcome:
+    """torch's multi_head_attention_forward: packed columns, every rank its own heads, a row."""
+    args, seen = call.args, call.tensors
+    heads, packed, out = args[_HEADS], args[_PACKED], args[_OUT]
+    special = any(args[place] is not None for place in _ABSENT) or args[9] or call.keywords.get("need_weights", True)
+    if special or call.keywords.get("use_separate_proj_weight") or len(args[0].shape) != 3 or heads % call.degree:
+        raise Refusal(f"attention of {heads} heads over {call.degree} ranks that gives its weights or has its own keys")
+    width = packed.shape[0] // 3
+    parts = Split(0, (width,) * 3)
+    mask = call.keywords.get("attn_mask")
+    if (mask is not None and len(mask.shape) != 2) or packed.split != parts or out.split != Split(1, (width,)):
+        raise Refusal("attention whose projections are not divided by heads")
+    bias = args[_PACKED_BIAS]
+    wanted = {id(packed): parts, id(bias): parts, id(out): out.split}
+    return Outcome(None, tuple(wanted.get(id(tensor)) for tensor in seen), "heads", heads)
+
+
 def embedding(call: Call) -> Outcome:
     """embedding(ids, weight): rows of the table on several ranks, or its columns."""
     ids, weight = call.tensors
@@ -156,6 +177,7 @@ RULES = {
     **SHAPE_RULES,
     **names(
         ("linear", linear), ("matmul mm bmm", matmul), ("addmm baddbmm", added_product),
+        ("multi_head_attention_forward", attention_layer),
         ("scaled_dot_product_attention", attention), ("embedding", embedding), ("einsum", einsum),
     ),
 }  # fmt: skip

@@ -175,6 +175,8 @@ def _lying(tensor: Tensor, target: Split | None, group: Group) -> Tensor:
 def _on_parts(func: Any, args: Any, kwargs: dict[str, Any], found: list[Tensor], outcome: Outcome, group: Group) -> Any:
     if outcome.how == "row":
         return _row(func, found, outcome, group)
+    if outcome.how == "heads":
+        return _attention_layer(args, kwargs, outcome.local, group)
     ready = [_lying(tensor, target, group) for tensor, target in zip(found, outcome.targets, strict=True)]
     if outcome.how:
         result = HOW[outcome.how](ready, args, kwargs, outcome, group)
@@ -305,6 +307,35 @@ def _attention(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, gr
     weights = scores.softmax(-1)
     shape = (*weights.shape[: split.dim], split.size, *weights.shape[split.dim + 1 :])
     return weights * _kept(shape, p, split, weights, group) @ value
+
+
+def _attention_layer(args: Any, kwargs: dict[str, Any], heads: int, group: Group) -> tuple[Tensor, None]:
+    """torch's multi_head_attention_forward without its weights ([T, B, D]), on this rank's heads."""
+    query, key, value = (enter(tensor, group) for tensor in args[:3])
+    packed, bias, dropout, out, out_bias = (args[place] for place in (5, 6, 10, 11, 12))
+    biases = bias.chunk(3) if bias is not None else (None,) * 3
+    query, key, value = (
+        F.linear(x, w, b).unflatten(-1, (heads // group.degree, -1)).permute(1, 2, 0, 3)
+        for x, w, b in zip((query, key, value), packed.chunk(3), biases, strict=True)
+    )  # [B, H, T, K]
+    padding, mask = kwargs.get("key_padding_mask"), kwargs.get("attn_mask")
+    causal = bool(kwargs.get("is_causal")) and padding is None
+    mask = None if causal or mask is None else _added(mask, query)
+    if padding is not None:
+        padded = _added(padding, query)[:, None, None, :]
+        mask = padded if mask is None else mask + padded
+    given = {"attn_mask": mask, "is_causal": causal, "dropout_p": dropout if kwargs.get("training", True) else 0.0}
+    ready = [query, key, value, *([] if mask is None else [mask])]
+    made = _attention(ready, (), given, Outcome(Split(1, (heads,)), (), "attention", False), group)
+    made = total(F.linear(made.permute(2, 0, 1, 3).flatten(2), out), group)
+    return (made if out_bias is None else made + out_bias), None
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask to be added to scores; of a bool one, what is true takes no part."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(mask, float("-inf"))
 
 
 def _embedding(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
