@@ -117,8 +117,10 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = _name(func)
+        name = operation_name(func)
         written = args[0] if args and isinstance(args[0], Tensor) and (result is args[0] or name == "setitem") else None
+        if name == "getitem" and isinstance(args[1], list):
+            args = (args[0], (args[1],))  # as one index that is a list, not as one number for each dimension
         if written is None and not any(True for _ in tensors(result)):
             return result
         given = [written] if written is not None else list(tensors(result))
@@ -168,8 +170,10 @@ class _Watcher(TorchFunctionMode):
 _OPERATORS = {"truediv": "div", "matmul": "matmul", "rmatmul": "matmul", "rsub": "sub", "radd": "add", "rmul": "mul"}
 
 
-def _name(func: Callable[..., Any]) -> str:
+def operation_name(func: Callable[..., Any]) -> str:
     """``linear``, ``view``, ``add``, ...: the function's own name, in-place forms and operators as the plain one."""
+    if getattr(func, "__name__", "") == "__get__":
+        return func.__self__.__name__  # a property: T, mT, shape
     name = (resolve_name(func) or getattr(func, "__name__", str(func))).rpartition(".")[2]
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")

@@ -1,0 +1,1 @@
+"""Tensor parallelism: weights and activations divided among the ranks of one group, for plain models."""

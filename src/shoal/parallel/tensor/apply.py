@@ -1,0 +1,207 @@
+"""Dividing a model's weights over the ranks of a tensor group, in place, by their roles.
+
+A parameter stays the object that it was, under its own name, and holds this rank's part: optimizers, gradient
+buckets, hooks and ties see a plain, smaller parameter. While a module runs that reads it, its attribute shows a
+``Part`` instead (part.py), which the module's own code uses as if it were whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.roles import Roles
+from shoal.blueprint.split import Split, spans
+from shoal.blueprint.structures import mapped
+from shoal.core.errors import ModelError
+from shoal.parallel.tensor.moves import Group, assembled, part_of
+from shoal.parallel.tensor.part import marked, plain
+
+
+class Piece(NamedTuple):
+    """A block of a parameter that this rank holds: where it lies in the rank's tensor, and in the whole one."""
+
+    local: tuple[slice, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Layout:
+    """How a model's parameters lie over a tensor group, whole tensors in and out, and sums that count each once."""
+
+    def __init__(self, model: nn.Module, roles: Roles, group: Group) -> None:
+        self.model, self.roles, self.group = model, roles, group
+        names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        self.first = {name: names[id(p)] for name, p in every}
+        self.whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def split(self, name: str) -> Split | None:
+        """How a parameter is divided."""
+        return self.roles.role[self.first[name]].split
+
+    def pieces(self, name: str) -> list[Piece]:
+        """The blocks of the whole parameter that this rank holds."""
+        shape, split = self.whole[self.first[name]], self.split(name)
+        if split is None:
+            return [Piece(tuple(slice(0, size) for size in shape), (0,) * len(shape), shape)]
+        found = []
+        for at, here, length in spans(split, self.group.degree, self.group.rank):
+            local = tuple(slice(here, here + length) if d == split.dim else slice(0, s) for d, s in enumerate(shape))
+            offsets = tuple(at if d == split.dim else 0 for d in range(len(shape)))
+            found.append(Piece(local, offsets, tuple(s.stop - s.start for s in local)))
+        return found
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor shaped as the whole parameter (a weight, a gradient, an optimizer's state)."""
+        split = self.split(name)
+        return whole if split is None else part_of(whole, split, self.group)
+
+    def full_tensor(self, name: str, local: Tensor | None = None) -> Tensor:
+        """Collective. The whole parameter, or the whole of another tensor that is divided like it."""
+        split = self.split(name)
+        local = (self.model.get_parameter(name) if local is None else local).detach()
+        if split is None:
+            return local.clone()
+        local = local.contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.group.degree)]
+        dist.all_gather(parts, local, group=self.group.ranks)
+        return assembled(parts, split, self.group.degree)
+
+    @torch.no_grad()
+    def load_full(self, name: str, whole: Tensor) -> None:
+        """Set a parameter from the whole tensor; one on meta is made, under all its names. Raises ModelError where the
+        shape is another."""
+        wanted = self.whole[self.first[name]]
+        if tuple(whole.shape) != wanted:
+            raise ModelError(
+                f"parameter {name!r} has the shape {wanted}, found {tuple(whole.shape)}; load its own tensor"
+            )
+        parameter, part = self.model.get_parameter(name), self.part(name, whole)
+        if not parameter.is_meta:
+            parameter.copy_(part)
+            return
+        made = nn.Parameter(part.to(parameter.dtype, copy=True), parameter.requires_grad)
+        for other, first in self.first.items():
+            if first == self.first[name]:
+                owner, _, leaf = other.rpartition(".")
+                setattr(self.model.get_submodule(owner), leaf, made)
+
+    def share(self, name: str) -> float:
+        """What this rank's values of a parameter (or gradient) count in a sum over the group: 1, or 1 / ranks."""
+        return 1.0 if self.split(name) is not None else 1.0 / self.group.degree
+
+    def squared_norm(self, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's share of the gradients' squared norm (float64): summed over the group, each counts once."""
+        shares = [
+            torch.linalg.vector_norm(p.grad, dtype=dtype).double() ** 2 * self.share(name)
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        ]
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+
+
+def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh) -> Layout:
+    """Divide ``model`` in place. Call it before the optimizer is made. Gradients need no further sum afterwards.
+
+    ``mesh``: one dimension, of as many ranks as ``roles`` are for. Raises ModelError where it is another.
+    """
+    if mesh.ndim != 1 or mesh.size() != roles.degree:
+        raise ModelError(
+            f"tensor roles for {roles.degree} ranks were given a mesh of shape {tuple(mesh.shape)}; "
+            "give the tensor axis alone, and roles for its size"
+        )
+    group = Group(mesh.get_group(), roles.degree, mesh.get_local_rank())
+    parameters = dict(model.named_parameters())
+    _check(roles, {name: tuple(p.shape) for name, p in parameters.items()})
+    layout = Layout(model, roles, group)
+    for name, parameter in parameters.items():
+        split = roles.role[name].split
+        if split is not None:
+            parameter.data = part_of(parameter.data, split, group).clone(memory_format=torch.contiguous_format)
+    _show(model, blueprint, layout)
+    model.register_forward_hook(_whole_outputs)
+    return layout
+
+
+def _check(roles: Roles, shapes: dict[str, tuple[int, ...]]) -> None:
+    if roles.role.keys() != shapes.keys():
+        different = sorted(roles.role.keys() ^ shapes.keys())[:3]
+        raise ModelError(
+            f"the tensor roles are for another model: parameters differ, for example {different}; derive them anew"
+        )
+    for name, role in roles.role.items():
+        if role.split is not None and shapes[name][role.split.dim] != role.split.size:
+            raise ModelError(
+                f"the tensor role of {name!r} divides {role.split.size} entries of dimension {role.split.dim}, "
+                f"found a shape of {shapes[name]}; derive the roles from this model"
+            )
+
+
+class _Shown:
+    """Hooks of a module that reads divided parameters: while it runs, their attributes are parts."""
+
+    def __init__(self, reads: list[tuple[nn.Module, str, Split]], group: Group) -> None:
+        self.reads, self.group = reads, group
+        self.before: list[list[Any]] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before the module's forward."""
+        self.group.running += 1
+        saved = []
+        for owner, leaf, split in self.reads:
+            parameter = owner._parameters[leaf]
+            if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
+                continue  # sharded over another axis: whole again when its own module runs
+            saved.append((owner, leaf, owner.__dict__.get(leaf)))
+            owner.__dict__[leaf] = marked(parameter.view_as(parameter), split, self.group)
+        self.before.append(saved)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it, also where it failed."""
+        if not self.before:
+            return
+        self.group.running -= 1
+        for owner, leaf, part in reversed(self.before.pop()):
+            if part is None:
+                owner.__dict__.pop(leaf, None)
+            else:
+                owner.__dict__[leaf] = part
+
+
+def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
+    """Hook every module whose own code reads a divided parameter, or works on parts.
+
+    The model itself shows all of them: outside training, code may read them elsewhere than in the traced forward
+    (fused encoder layers of torch do).
+    """
+    names: dict[str, list[str]] = {}
+    for name, first in layout.first.items():
+        names.setdefault(first, []).append(name)
+    reads: dict[str, dict[str, None]] = {"": {n: None for n in names if layout.split(n) is not None}}
+    for operation in blueprint.operations:
+        for name in operation.parameters:
+            if name in layout.first and layout.split(name) is not None:
+                reads.setdefault(operation.module, {})[layout.first[name]] = None
+    for number in {number for region in layout.roles.regions for number in region.operations}:
+        reads.setdefault(blueprint.operations[number].module, {})
+    for path, firsts in reads.items():
+        shown = []
+        for name in (name for first in firsts for name in names[first]):
+            owner, _, leaf = name.rpartition(".")
+            shown.append((model.get_submodule(owner), leaf, layout.split(name)))
+        hooks = _Shown(shown, layout.group)
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(hooks.enter)
+        module.register_forward_hook(hooks.leave, always_call=True)
+
+
+def _whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Collective where an output is a part. What leaves the model is whole."""
+    return mapped(plain, output)
