@@ -7,7 +7,6 @@ import torch
 from tests.harness import run_ranks
 from tests.small_jobs import Rows, error, job, start
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shoal import Loss
 from shoal.core.errors import ConfigError, ModelError
@@ -43,10 +42,6 @@ def gpt_job():
     )  # fmt: skip
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def trained(made, out, ranks, steps=STEPS, **settings):
     """(losses and norms, evaluation, weights) of a run, the weights from whichever ranks hold them."""
 
@@ -55,8 +50,9 @@ def trained(made, out, ranks, steps=STEPS, **settings):
         told = [run.step(window) for window in run.windows()]
         found = run.evaluate()
         run.save()
-        held = {name: whole(p.detach()) for name, p in run.model.named_parameters() if not p.is_meta}
         run.close()
+        held = dict(run.whole_model().named_parameters()) if rank == 0 else {}
+        held = {name: p.detach() for name, p in held.items()}
         return [(t.loss, t.grad_norm, t.count, t.tokens) for t in told], found, held
 
     every = run_ranks(train, ranks, 120)
@@ -93,6 +89,12 @@ LAYOUTS = [
     (4, {"mesh": "pipeline=2,shard=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
     (4, {"mesh": "pipeline=2,shard=2", "micro_batch": 1, "schedule": "interleaved-zero-bubble", "chunks": 2}),
     (8, {"mesh": "pipeline=2,replicate=2,shard=2", "micro_batch": 1}),
+    (2, {"mesh": "tensor=2", "micro_batch": 2}),
+    (4, {"mesh": "tensor=4", "micro_batch": 8}),
+    (4, {"mesh": "replicate=2,tensor=2", "micro_batch": 1}),
+    (4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}),
+    (4, {"mesh": "shard=2,tensor=2", "micro_batch": 1}),
+    (8, {"mesh": "pipeline=2,shard=2,tensor=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
 ]
 
 

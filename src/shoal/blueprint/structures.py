@@ -7,7 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def stands_for_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or what a technique shows in its place while a module runs."""
+    return isinstance(tensor, nn.Parameter) or getattr(tensor, "_stands_for_parameter", False)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -8,11 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.roles import roles
+from shoal.blueprint.split import spans
+from shoal.blueprint.trace import trace
 from shoal.core.errors import ConfigError
 from shoal.engine.forward import Forwards, Whole
-from shoal.engine.held import Held
+from shoal.engine.held import Held, Packed, Span
 from shoal.engine.layout import Layout
 from shoal.engine.names import plain
+from shoal.parallel import tensor
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
 from shoal.parallel.replicate.buckets import GradientBuckets
 from shoal.parallel.shard.apply import Sharded, apply
@@ -35,46 +40,67 @@ class Parts(NamedTuple):
 
 
 def spread(model: nn.Module, layout: Layout, device: torch.device, example: Callable[[], Example]) -> Parts:
-    """Apply the layout's techniques in order: pipeline cut, shard or replicate. Changes ``model`` in place. Collective.
+    """Apply the layout's techniques in order: pipeline cut, tensor, shard or replicate. Collective.
 
-    ``example`` gives a micro-batch, for techniques that trace the model.
+    Changes ``model`` in place. ``example`` gives a micro-batch, for techniques that trace the model.
     """
-    plan = layout.plan
+    plan, mesh = layout.plan, layout.plan.mesh
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]
-    pipelined = None
-    if layout.pipeline is not None and plan.mesh.pipeline > 1:
-        pipelined = Pipelined(model, plan, layout.rank, layout.pipeline, device, example())
-    sharded = shard(model, layout) if plan.mesh.shard > 1 else None
+    pipelined, divided = None, None
+    if mesh.pipeline > 1 or mesh.tensor > 1:
+        first = example()
+        with first.around():
+            blueprint = trace(model, first.args, first.kwargs, first.samples)
+        if layout.pipeline is not None and mesh.pipeline > 1:
+            pipelined = Pipelined(model, blueprint, plan, layout.rank, layout.pipeline, device, first)
+        if mesh.tensor > 1:
+            divided = divide(model, blueprint, layout)
+    sharded = shard(model, layout) if mesh.shard > 1 else None
     held = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
     ]
     tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
+    alike = frozenset(n for n, _ in held if divided and layout.at.tensor and divided.split(n) is None)
     gradients: Gradients
     if sharded is not None:
-        gradients = ShardedGradients(sharded, held, tied)
+        gradients = ShardedGradients(sharded, held, tied, alike)
     else:
-        gradients = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied)
-    release = sharded.release if sharded else lambda: None
-    forwards: Forwards = pipelined or Whole(model, gradients.start_backward, release)
+        gradients = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied, alike)
+    forwards: Forwards = pipelined or Whole(model, gradients.start_backward, gradients.release)
     if pipelined:
-        pipelined.start, pipelined.gather, pipelined.release = gradients.start_schedule, gradients.gather, release
+        pipelined.around_schedule(gradients.start_schedule, gradients.gather, gradients.release, tensor.plain)
     names = {name for name, _ in held}
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     return Parts(
         forwards, gradients, trained, [name in names for name in trained],
-        Held(plan.mesh, layout.rank, stages=places),
+        Held(mesh, layout.rank, _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}, places),
     )  # fmt: skip
 
 
+def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tensor.Layout:
+    """Divide weights over the tensor axis by the roles that the blueprint gives. Raises ConfigError where none is."""
+    degree = layout.plan.mesh.tensor
+    found = roles(blueprint, degree, layout.plan.roles)
+    if not any(role.split for role in found.role.values()):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:3])
+        raise ConfigError(f"tensor={degree}, but no weight of the model can be divided ({reasons}); set tensor = 1")
+    return tensor.apply(model, blueprint, found, layout.axes("tensor"))
+
+
+def _packed(model: nn.Module, divided: tensor.Layout, degree: int, place: int) -> dict[str, Packed]:
+    """Where the divided weights' parts lie, for checkpoints."""
+    found = {}
+    for name in divided.whole:
+        split = divided.split(name)
+        if split is not None:
+            parts = tuple(Span(*span) for span in spans(split, degree, place))
+            found[plain(name)] = Packed(divided.whole[name], split.dim, parts)
+    return found
+
+
 def shard(model: nn.Module, layout: Layout) -> Sharded:
-    """Shard the weights over the shard axis, with copies along replicate. Raises ConfigError where it cannot apply."""
+    """Shard the weights over the shard axis, with copies along replicate."""
     plan, mesh = layout.plan, layout.plan.mesh
-    others = [f"{axis}={degree}" for axis, degree in mesh.degrees.items() if degree > 1 and axis == "tensor"]
-    if others:
-        raise ConfigError(
-            f"the mesh {mesh} shards weights beside {', '.join(others)}; shard does not go with tensor yet: "
-            "leave one of them at 1"
-        )
     settings = ShardSettings.parse({"level": plan.shard_level, "cpu_offload": plan.cpu_offload}, "shard")
     axes = layout.axes("replicate", "shard") if mesh.replicate > 1 else layout.axes("shard")
     units = [path for path in shard_units(model) if not any(p.is_meta for p in model.get_submodule(path).parameters())]

@@ -186,7 +186,7 @@ class Run:
 
     def whole_model(self) -> nn.Module:
         """The trained model: this rank's own where it holds all of it, else built anew from the last checkpoint."""
-        if not any(param.is_meta or local(param) is not param for param in self.model.parameters()):
+        if not self.held.packed and not any(p.is_meta or local(p) is not p for p in self.model.parameters()):
             return self.model
         with self.precision.user_code():
             model = self.job.model()

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.cut import cut
-from shoal.blueprint.facts import inside
+from shoal.blueprint.facts import Blueprint, inside
 from shoal.blueprint.structures import tensors
-from shoal.blueprint.trace import trace
 from shoal.parallel.pipeline.chunks import Call, Chunk, Stages, holders, stages_of
 from shoal.parallel.pipeline.runtime import Pipeline
 from shoal.parallel.pipeline.skeleton import Skeleton
@@ -47,12 +46,13 @@ class Pipelined:
     """Forwards and backwards as a pipeline's schedule. ``held``: names of the parameters that this rank holds."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, rank: int, group: dist.ProcessGroup, device: torch.device, example: Example
-    ) -> None:
+        self, model: nn.Module, blueprint: Blueprint, plan: Plan, rank: int, group: dist.ProcessGroup,
+        device: torch.device, example: Example,
+    ) -> None:  # fmt: skip
         self.model = model
         self.skeleton = Skeleton(model, device)
         self._known: dict[Any, Stages] = {}
-        self.cuts = plan.cuts or _agreed_cuts(model, self.skeleton, plan, example)
+        self.cuts = plan.cuts or cut(blueprint, self.skeleton.paths, plan.stages)
         with example.around():
             stages = self._stages(example.args, example.kwargs)
         params = dict(model.named_parameters())
@@ -65,9 +65,14 @@ class Pipelined:
         chunks = [Chunk(self.skeleton, s, [name for name in self.held if s in self.stages_of[name]]) for s in mine]
         self.pipeline = Pipeline(chunks, plan.stages, schedule, device, group)
         self.places = _places(model, self.skeleton, plan, self.stages_of)
-        self.start: Callable[[], None] = lambda: None
-        self.gather: Callable[[], None] = lambda: None
-        self.release: Callable[[], None] = lambda: None
+        self.around_schedule(_nothing, _nothing, _nothing, lambda tensor: tensor)
+
+    def around_schedule(
+        self, start: Callable[[], None], gather: Callable[[], None], release: Callable[[], None],
+        plain: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        """What other techniques do before a schedule, after it, after an evaluation, and to values that cross."""
+        self.start, self.gather, self.release, self.plain = start, gather, release, plain
 
     def least(self, micro_batches: int) -> int:
         """As many as the schedule needs."""
@@ -87,7 +92,7 @@ class Pipelined:
     def _call(self, each: Pass) -> Call:
         with each.around():
             stages = self._stages(each.args, each.kwargs)
-        return Call(each.args, each.kwargs, stages, each.around, each.end)
+        return Call(each.args, each.kwargs, stages, each.around, self.plain, each.end)
 
     def _stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stages:
         """The stages for inputs of these shapes, recorded when they come for the first time."""
@@ -99,12 +104,8 @@ class Pipelined:
         return self._known[key]
 
 
-def _agreed_cuts(model: nn.Module, skeleton: Skeleton, plan: Plan, example: Example) -> tuple[str, ...]:
-    """Collective. Rank 0's cuts: even cost, little to carry."""
-    blueprint = trace(model, example.args, example.kwargs, example.samples)
-    found = [cut(blueprint, skeleton.paths, plan.stages)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+def _nothing() -> None:
+    return None
 
 
 def _leave(model: nn.Module, others: set[int], skeleton: Skeleton) -> None:

@@ -71,6 +71,7 @@ class Call:
     kwargs: dict[str, Any]
     stages: Stages
     around: Callable[[], AbstractContextManager[Any]]  # seeds and autocast
+    plain: Callable[[Tensor], Tensor]  # whole values of those that are split over tensor ranks
     end: Callable[[Any], Tensor | None]  # on the last stage: from what the model returned to the loss
 
 
@@ -101,6 +102,7 @@ class Chunk(nn.Module):
             if self.stage + 1 == len(stages.spans):
                 loss = call.end(result)
                 return () if loss is None else (loss,)
+            known = {number: call.plain(known[number]) for number in stages.leaving(self.stage)}
         return tuple(
             value.view_as(value) if number in stages.crossing[self.stage] else value
             for number, value in ((n, known[n]) for n in stages.leaving(self.stage))

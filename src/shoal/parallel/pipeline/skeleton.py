@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
-from shoal.blueprint.structures import mapped, tensors
+from shoal.blueprint.structures import mapped, stands_for_parameter, tensors
 from shoal.core.errors import ModelError
 
 
@@ -162,8 +162,8 @@ def _never_called(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
-class _LeaveForward(BaseException):
-    """Raised after a stage's last event; no ``except Exception`` of a model's own takes it."""
+class _LeaveForward(Exception):
+    """Raised after a stage's last event; hooks that are always called are called on the way out."""
 
 
 _passes: list[_Pass] = []
@@ -210,7 +210,7 @@ class _Pass(TorchFunctionMode):
 
     def of_model(self, tensor: Tensor) -> bool:
         """Whether a value depends on a parameter, or is one."""
-        return id(tensor) in self.numbers or isinstance(tensor, nn.Parameter)
+        return id(tensor) in self.numbers or stands_for_parameter(tensor)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

@@ -42,12 +42,14 @@ class GradientBuckets:
     Buckets follow the parameters in reverse order of registration and never change. A bucket is sent when all
     of its gradients are there, in index order on every rank; what is missing (a parameter that took no part)
     counts as zero. Nothing is divided. ``ties``: parameters whose gradient is then summed over their other holders.
+    ``uncounted``: parameters whose gradient other ranks, which have it too, count in the norm.
     """
 
     parameters: Sequence[tuple[str, nn.Parameter]]
     bucket_bytes: int
     group: dist.ProcessGroup | None = None
     ties: Mapping[str, Tie] = field(default_factory=dict)
+    uncounted: frozenset[str] = frozenset()
     buckets: list[_Bucket] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class GradientBuckets:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _counts(self, name: str) -> bool:
-        return name not in self.ties or self.ties[name].counts
+        return name not in self.uncounted and (name not in self.ties or self.ties[name].counts)
 
     def _add_bucket(self, params: list[nn.Parameter], counts: bool) -> None:
         flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
@@ -139,6 +141,9 @@ class GradientBuckets:
 
     def start_schedule(self) -> None:
         """Before a pipeline's schedule, which sends nothing."""
+
+    def release(self) -> None:
+        """After an evaluation, which leaves nothing here."""
 
     def gather(self) -> None:
         """Take in gradients that came about without a hook, as where a schedule works out weights' gradients apart."""

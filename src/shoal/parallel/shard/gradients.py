@@ -28,8 +28,9 @@ class ShardedGradients:
         sharded: Sharded,
         parameters: Sequence[tuple[str, nn.Parameter]],
         ties: Mapping[str, Tie] | None = None,
+        uncounted: frozenset[str] = frozenset(),
     ) -> None:
-        self.sharded, self.parameters = sharded, parameters
+        self.sharded, self.parameters, self.uncounted = sharded, parameters, uncounted
         split = [(name, param) for name, param in parameters if name not in sharded.whole]
         kept = [(name, param) for name, param in parameters if name in sharded.whole]
         strange = next((name for name, param in split if not isinstance(param, DTensor)), None)
@@ -39,7 +40,7 @@ class ShardedGradients:
                 "its first forward, or after Sharded.release()"
             )
         self.split = split
-        self.whole = GradientBuckets(kept, 25 << 20, sharded.group, ties or {}) if kept else None
+        self.whole = GradientBuckets(kept, 25 << 20, sharded.group, ties or {}, uncounted) if kept else None
         self._filled: set[int] = set()
         self._kept: dict[int, Tensor] = {}
         self._last: bool | None = None
@@ -93,6 +94,10 @@ class ShardedGradients:
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or level == 3, recurse=False)
 
+    def release(self) -> None:
+        """After an evaluation: weights that it left whole are given up."""
+        self.sharded.release()
+
     def start_schedule(self) -> None:
         """Before a pipeline's schedule: nothing is reduced or given up until ``gather``."""
         for unit in self.sharded.units.values():
@@ -140,7 +145,8 @@ class ShardedGradients:
 
     def squared_norm(self, dtype: torch.dtype | None) -> Tensor:
         """This rank's share of the squared norm (float64 scalar): summed over ranks it counts every gradient once."""
-        parts = [local(grad) for grad in self._kept.values() if is_first_copy(grad)]
+        counted = [self._kept.get(id(param)) for name, param in self.split if name not in self.uncounted]
+        parts = [local(grad) for grad in counted if grad is not None and is_first_copy(grad)]
         parts = [part for part in parts if part.numel()]
         device = self.sharded.mesh.device_type
         total = torch.zeros((), dtype=torch.float64, device=device)

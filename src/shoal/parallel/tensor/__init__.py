@@ -1,1 +1,6 @@
-"""Tensor parallelism: weights and activations divided among the ranks of one group, for plain models."""
+"""Tensor parallelism: weights divided over ranks that read the same samples."""
+
+from shoal.parallel.tensor.apply import Layout, apply
+from shoal.parallel.tensor.part import plain
+
+__all__ = ["Layout", "apply", "plain"]

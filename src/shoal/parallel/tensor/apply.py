@@ -160,7 +160,10 @@ class _Shown:
             if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
                 continue  # sharded over another axis: whole again when its own module runs
             saved.append((owner, leaf, owner.__dict__.get(leaf)))
-            owner.__dict__[leaf] = marked(parameter.view_as(parameter), split, self.group)
+            with torch._C.DisableTorchFunction():  # no operation of the model's own
+                part = marked(parameter.view_as(parameter), split, self.group)
+                part._stands_for_parameter = True  # type: ignore[attr-defined]
+            owner.__dict__[leaf] = part
         self.before.append(saved)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
