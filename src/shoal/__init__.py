@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.engine.weights import load_weights as load_weights
     from shoal.engine.lr_schedule import warmup_constant as warmup_constant
     from shoal.engine.lr_schedule import warmup_cosine as warmup_cosine
     from shoal.engine.lr_schedule import warmup_linear as warmup_linear
     from shoal.engine.run import Run as Run
+    from shoal.engine.weights import load_weights as load_weights
     from shoal.job import Job as Job
     from shoal.job import Loss as Loss
     from shoal.launch.prepare import prepare as prepare

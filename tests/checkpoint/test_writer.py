@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -261,6 +262,28 @@ def test_ranks_do_not_race_on_the_folders(tmp_path):
     assert not failures, failures
     assert names(tmp_path) == ["step-10"]
     assert_holds(tmp_path / "step-10", 10, state(20.0))
+
+
+def test_removing_what_is_gone_already_is_fine(tmp_path):
+    """https://github.com/Physical-Intelligence/openpi/pull/969"""
+
+    class Second(FileSystem):
+        """Somebody else is always a moment quicker."""
+
+        def unlink(self, path: Path) -> None:
+            path.unlink(missing_ok=True)
+            super().unlink(path)
+
+        def rmdir(self, path: Path) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()
+            super().rmdir(path)
+
+    [writer] = writers(tmp_path, 1, keep=1, files={0: Second()})
+    for step in (1, 2):
+        save([writer], step, state(step))
+    assert names(tmp_path) == ["step-2"]
+    assert_holds(tmp_path / "step-2", 2, state(2.0))
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "too little data": (
         (*TWO, "size=5", "--short-windows", "drop"), ("5 samples", "8", "short"),
     ),
-    "no weights to begin from": ((*ONE, "--init-from", "nothing"), ("--init-from nothing", "no good checkpoint")),
+    "no weights to begin from": ((*ONE, "--init-from", "nothing"), ("nothing does not exist", "no good")),
     "another job's folder": (
         ("{second}", *ONE, "--resume", "--out", "{old}"),
         ("holds a run of tiny.Job", "second.Job"),

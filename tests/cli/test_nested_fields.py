@@ -111,7 +111,7 @@ def test_one_nested_option_keeps_its_siblings_and_the_origins_are_said(file: Pat
     result = shoal("train", file, "optim.lr=1e-5", *options, cwd=file.parent)
     assert result.status == 0, result.err
     assert "given: optim.lr=1e-05 --steps=1 --out=run\n" in result.out
-    assert "from the job's file: optim.momentum=0.25 width=1 --global_batch=4 --kernels=default\n" in result.out
+    assert "from the job's file: optim.momentum=0.25 width=1 --global-batch=4 --kernels=default\n" in result.out
     assert "global batch 4 = 1 worker(s) x 1 micro-batch(es) of 4; 2 steps per epoch; 1 steps in all\n" in result.out
     record = json.loads((file.parent / "run" / "run.json").read_text())
     assert record["fields"] == {"optim": {"lr": 1e-5, "momentum": 0.25}, "width": 1}

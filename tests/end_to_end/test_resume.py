@@ -139,11 +139,13 @@ def test_processes_that_read_data_end_with_whom_they_read_for(folder: Path, vict
     process = start("train", "tiny.py", *RUN, "slow=0.05", "--loader-workers", 1, "--out", out, cwd=folder)
     until(lambda: len(rows(folder / out)) > 1, what="a second step")
     workers = children(process.pid)
-    readers = [pid for worker in workers for pid in children(worker)]
-    assert len(workers) == 2 and len(readers) == 2
+    readers = [children(worker) for worker in workers]
+    assert [len(found) for found in readers] == [1, 1]
     os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
-    finish(process)
-    assert process.returncode == (128 + signal.SIGKILL if victim == "worker" else -signal.SIGKILL)
+    soon = readers[0] if victim == "worker" else sum(readers, [])
+    until(lambda: not set(soon) & set(processes_of(out)), timeout_s=3, what="the readers' end")
+    status = finish(process).status
+    assert status == (128 + signal.SIGKILL if victim == "worker" else -signal.SIGKILL)
     until(lambda: not processes_of(out), timeout_s=3, what="the end of all processes")
 
 

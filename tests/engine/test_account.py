@@ -121,7 +121,7 @@ def test_the_summary_names_padding_and_a_job_that_hides_its_padding_is_told(tmp_
     (said,) = run_ranks(lambda rank: body(rank, True), 1)
     assert "  56 tokens; 96 with padding (42% of it padding)" in said
     (said,) = run_ranks(lambda rank: body(rank, False), 1)
-    assert "padding" not in said
+    assert "with padding" not in said
     notes = {
         masked: [
             row["text"] for row in read_events(tmp_path / str(masked), 0, "note") if "counts as tokens" in row["text"]

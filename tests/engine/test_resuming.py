@@ -233,6 +233,7 @@ def test_optimizer_settings_that_only_one_version_has_take_todays_default(tmp_pa
     told, whole, resumed = run_ranks(body, 1)[0]
     assert "optimizer group 0: the checkpoint has no maximize; False is used" in told
     assert "optimizer group 0: the checkpoint's zeal = 3 is left out: there is no such setting" in told
+    assert sum(text.startswith("optimizer group") for text in told) == 2
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 

@@ -21,6 +21,13 @@ def test_a_folder_in_use_is_refused_naming_the_process(tmp_path):
     lock_folder(tmp_path).close()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_plainly(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match="cannot be made or written to .*; use another --out"):
+            lock_folder(out)
+
+
 def test_a_killed_holder_leaves_the_folder_free(tmp_path):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

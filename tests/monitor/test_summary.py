@@ -101,6 +101,15 @@ def test_summary_is_text_for_a_person() -> None:
     ]
 
 
+def test_a_resumed_run_says_how_many_steps_it_took_itself() -> None:
+    assert summary({"steps": 256, "steps_here": 64, "seconds": 2.0}) == "256 steps, 64 of them now, in 2 s"
+    assert (
+        summary({"steps": 9, "steps_here": 0, "seconds": 2.0})
+        == "9 steps, all of them done before: nothing was left to do"
+    )
+    assert summary({"steps": 9, "steps_here": 9, "seconds": 2.0}) == "9 steps in 2 s"
+
+
 def test_summary_leaves_out_what_there_is_not() -> None:
     assert summary({"steps": 1, "loss": None, "metrics": None, "parts": {}, "skipped": 0}) == "1 step"
 
@@ -118,16 +127,16 @@ def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> 
     record = {
         "batch": {"global_batch": 16, "micro_batch": 4, "ranks": 2, "accumulation": 2},
         "windows_per_epoch": 4, "steps": 12,
-        "fields": {"a": {"x": 5, "y": 2}, "lr": 0.1}, "settings": {"clip": None, "seed": 3, "epochs": 3},
+        "fields": {"a": {"x": 5, "y": "b "}, "lr": 0.1}, "settings": {"clip": None, "save_every": 3, "epochs": 3},
         "origins": {
             "fields": {"a.x": "given", "a.y": "job", "lr": "job"},
-            "settings": {"clip": "default", "seed": "given", "epochs": "job"},
+            "settings": {"clip": "default", "save_every": "given", "epochs": "job"},
         },
     }  # fmt: skip
     assert start_text(record) == [
         "global batch 16 = 2 worker(s) x 2 micro-batch(es) of 4; 4 steps per epoch; 12 steps in all",
-        "given: a.x=5 --seed=3",
-        "from the job's file: a.y=2 lr=0.1 --epochs=3",
+        "given: a.x=5 --save-every=3",
+        "from the job's file: a.y='b ' lr=0.1 --epochs=3",
         "by default: --clip=None",
     ]
     assert start_text({"out": "x", "steps": None}) == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from shoal.core.errors import DataError
 from shoal.data.fetch import Draw, fetch
@@ -36,10 +37,19 @@ class Windows:
         """What of the data must be the same on all ranks, for a person."""
         return self._reader.identity
 
-    def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Windows ``first`` to ``stop`` (None: no end but the data's); ``state`` is from there."""
+    def iterate(
+        self,
+        first: int,
+        stop: int | None,
+        state: dict[str, Any] | None = None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> Iterator[Window]:
+        """Windows ``first`` to ``stop`` (None: no end but the data's); ``state`` is from there.
+
+        ``alive`` is called now and then while data before ``first`` is read again, which may take long.
+        """
         self.close()
-        self._open = self._reader.iterate(first, stop, state)
+        self._open = self._reader.iterate(first, stop, state, alive)
         return self._open
 
     def state(self) -> dict[str, Any] | None:
@@ -58,6 +68,7 @@ class Windows:
 
 
 def _reader(dataset: Any, settings: DataSettings, notes: list[str]) -> _MapReader | SplitReader | WholeReader:
+    refuse_loader(dataset)
     if not is_iterable(dataset):
         return _MapReader(dataset, settings, notes)
     if settings.loader_workers:
@@ -82,7 +93,9 @@ class _MapReader:
     def end_epoch(self) -> None:
         return None
 
-    def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None) -> Iterator[Window]:
+    def iterate(
+        self, first: int, stop: int | None, state: dict[str, Any] | None, alive: Callable[[], None]
+    ) -> Iterator[Window]:
         batches = fetch(self._dataset, self._settings, self._draws(first, stop))
         try:
             index = first
@@ -118,6 +131,15 @@ class _MapReader:
             micro_batches=tuple(_micro_batch(share[self._settings.rank], batches) for share in shares),
             global_samples=sum(len(ids) for share in shares for ids in share),
             last_of_epoch=(index + 1) % self.windows_per_epoch == 0,
+        )
+
+
+def refuse_loader(dataset: Any) -> None:
+    """Raises DataError: a loader's items are batches, which would be batched once more."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "the data is a DataLoader, whose items are batches already; return its data set, which is cut into batches "
+            "here (a collate_fn goes into the job's collate(), num_workers is --loader-workers)"
         )
 
 
@@ -170,6 +192,7 @@ def eval_micro_batches(dataset: Any, settings: DataSettings) -> Iterator[MicroBa
 
     Every rank gets the same number of micro-batches. Raises DataError for an empty data set.
     """
+    refuse_loader(dataset)
     if is_iterable(dataset):
         yield from whole_micro_batches(dataset, settings)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,13 +115,17 @@ class WholeReader:
     def end_epoch(self) -> None:
         return None  # each rank sees the end itself
 
-    def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None) -> Iterator[Window]:
+    def iterate(
+        self, first: int, stop: int | None, state: dict[str, Any] | None, alive: Callable[[], None]
+    ) -> Iterator[Window]:
         """Cycles over epochs up to ``stop``; without it one epoch."""
         blocks = self._blocks(cycle=stop is not None)
         ahead, index = next(blocks), 0
         while ahead is not None and (stop is None or index < stop):
             (epoch, start, block), ahead = ahead, next(blocks, None)
-            if index >= first:
+            if index < first:
+                alive()
+            else:
                 with undisturbed(self._settings.default_dtype):
                     rows = _own_rows(block, start, self._settings)
                 yield Window(
@@ -208,9 +212,11 @@ class SplitReader:
             self._epoch_over = True
             self._state = self._position(self._state["epoch"] + 1, 0, True, None)
 
-    def iterate(self, first: int, stop: int | None, state: dict[str, Any] | None) -> Iterator[Window]:
+    def iterate(
+        self, first: int, stop: int | None, state: dict[str, Any] | None, alive: Callable[[], None]
+    ) -> Iterator[Window]:
         self._epoch_over = False
-        shard, items = self._resumed(state) if state else self._opened(0)
+        shard, items = self._resumed(state, alive) if state else self._opened(0)
         index = first
         while stop is None or index < stop:
             if self._epoch_over:
@@ -262,7 +268,7 @@ class SplitReader:
             shard = self._shard(epoch)
             return shard, Items(shard, self._settings.seed, epoch, self._settings.rank)
 
-    def _resumed(self, state: dict[str, Any]) -> tuple[Any, Items]:
+    def _resumed(self, state: dict[str, Any], alive: Callable[[], None]) -> tuple[Any, Items]:
         if (state["readers"], state["reader"]) != (self._settings.ranks, self._settings.rank):
             raise DataError(
                 f"the data's position was saved by reader {state['reader']} of {state['readers']}, but "
@@ -270,7 +276,7 @@ class SplitReader:
             )
         if state["state"] is None or self._read_again:
             shard, items = self._opened(state["epoch"])
-            self._skip(items, state["read"])
+            self._skip(items, state["read"], alive)
             return shard, items
         with undisturbed(self._settings.default_dtype):
             shard = self._shard(state["epoch"])
@@ -279,10 +285,10 @@ class SplitReader:
             items = Items(source, self._settings.seed, state["epoch"], self._settings.rank, state["read"])
         return shard, items
 
-    def _skip(self, items: Items, count: int) -> None:
+    def _skip(self, items: Items, count: int, alive: Callable[[], None]) -> None:
         with undisturbed(self._settings.default_dtype):
             while items.read < count and items.take(min(256, count - items.read)):
-                pass
+                alive()
         if items.read < count:
             raise DataError(
                 f"reader {self._settings.rank} was to go on after {count} samples of its shard, but it holds "

@@ -22,7 +22,7 @@ from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.found import newest_everywhere
-from shoal.engine.lr_schedule import LrSchedule, check_scaled, scale_rates
+from shoal.engine.lr_schedule import check_scaled, make_schedule, scale_rates
 from shoal.engine.meet import meet
 from shoal.engine.names import plain, refuse_parallel
 from shoal.engine.optimizer import NamedOptimizer
@@ -80,14 +80,16 @@ def build(
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
     data_settings = _data_settings(job, settings, batch, precision, place)
     with precision.user_code():
+        seed_all(settings.seed)
         dataset = job.data()
     source = Windows(dataset, data_settings)
     total = total_steps(settings, source.windows_per_epoch)
-    schedule = LrSchedule(optimizer.optimizer, job.lr_schedule(optimizer.optimizer, total or 0))
+    schedule = make_schedule(job, optimizer.optimizer, total)
     check_scaled(schedule.chosen, settings.lr_factor)
     optimizer.built = optimizer.describe()
     writer = Writer(out / "checkpoints", rank, ranks, keep=settings.keep)
     meet("once model, data and optimizer are made")
+    check_same_model(model)
     run = Run(
         job=job, settings=settings, rank=rank, ranks=ranks, device=place.device, model=model, norms=norms,
         buckets=GradientBuckets(trained, int(settings.bucket_mb * 2**20)), optimizer=optimizer, schedule=schedule,
@@ -101,7 +103,6 @@ def build(
         if settings.init_from:
             notes.append(f"--init-from {settings.init_from} is not used: the run goes on from its own checkpoint")
         run.saver.last_step = run.step_count
-    check_same_model(model)
     check_same_data(source)
     notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
     _start_record(run, place, notes, {"batch": batch._asdict(), "origins": origins})
@@ -140,6 +141,8 @@ def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
     refuse_parallel(model)
+    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
+        raise ModelError(f"parameter {lazy[0]!r} has no shape yet; give lazy modules a batch in model()")
     notes = precision.widen(model)
     model.to(device)
     model.train()
@@ -166,7 +169,9 @@ def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:
 def check_same_model(model: nn.Module) -> None:
     """Collective. All ranks must have built the same model, weights included. Raises ModelError naming a difference."""
     listed = [(name, str(tuple(p.shape)), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()]).tolist()
+    listed += [(name, str(tuple(b.shape)), str(b.dtype), "buffer") for name, b in model.named_buffers()]
+    held = [*model.parameters(), *model.buffers()]
+    sums = torch.stack([_real(tensor.detach()).double().sum() for tensor in held]).tolist()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (hashlib.sha256(json.dumps(listed).encode()).hexdigest(), listed, sums))
     for rank, (digest, other, _) in enumerate(every):
@@ -183,8 +188,10 @@ def check_same_model(model: nn.Module) -> None:
                 f"{pair[1]!r} on rank {rank}; model() must not depend on the rank"
             )
     if any(not _equal(other[2], every[0][2]) for other in every):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)  # own randomness in model(): rank 0's weights hold
+        for tensor in held:  # own randomness in model(): rank 0's weights hold
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, src=0)
+            tensor.detach().copy_(value)
 
 
 def check_same_data(source: Windows) -> None:
@@ -197,6 +204,10 @@ def check_same_data(source: Windows) -> None:
                 f"ranks 0 and {rank} were given different data: {every[0]} on rank 0 and {other} on rank {rank}; give "
                 "the whole data on every rank (it is split over them later), and shuffle with the same seed"
             )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _equal(a: list[float], b: list[float]) -> bool:

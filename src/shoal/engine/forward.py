@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ def forward_backward(run: Run, window: Window, scale: float) -> Tally:
     loss, count, bad = (torch.zeros((), dtype=torch.float64, device=run.device) for _ in range(3))
     tokens = padded = 0.0
     weights = term_weights(run, window)
+    run.check_frozen()
     run.buckets.start_window()
     final = len(window.micro_batches) - 1
     for number, micro in enumerate(window.micro_batches):
@@ -63,7 +65,7 @@ def micro_loss(run: Run, micro: MicroBatch, weights: dict[str, Tensor] | None) -
     counts = term_counts(run, micro) if weights else None
     inputs, targets = run.job.inputs(micro.batch)
     real, full = (0.0, 0.0) if micro.padding else count_tokens(inputs)
-    if full and run.data_settings.collate and not (isinstance(inputs, dict) and "attention_mask" in inputs):
+    if full and run.data_settings.collate and not (isinstance(inputs, Mapping) and "attention_mask" in inputs):
         run.note_once("padding, if collate() adds any, counts as tokens: the inputs have no attention_mask")
     inputs, targets = run.precision.place(inputs, run.device), run.precision.place(targets, run.device)
     run.mark_padding(micro.padding)
@@ -81,7 +83,7 @@ def micro_loss(run: Run, micro: MicroBatch, weights: dict[str, Tensor] | None) -
 
 def call(model: Any, inputs: Any) -> Any:
     """The model on a tensor, a tuple (positional) or a dict (keywords)."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)
@@ -115,10 +117,12 @@ def count_tokens(inputs: Any) -> tuple[float, float]:
 
     Real ones are those of ``attention_mask`` where the inputs have one. (0, 0) where nothing looks like tokens.
     """
-    values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
     for value in values:
         if isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point():
-            mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+            mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
             real = float(mask.sum()) if isinstance(mask, Tensor) else float(value.numel())
             return real, float(value.numel())
     return 0.0, 0.0

@@ -35,6 +35,7 @@ def summarise(run: Run, seconds: float) -> dict[str, Any]:
     found = dict(run.last_eval or {})
     return {
         "steps": run.step_count,
+        "steps_here": totals.steps,
         "loss": run.last_loss,
         "eval": found.pop("loss", None),
         "samples_per_s": totals.samples_per_s,

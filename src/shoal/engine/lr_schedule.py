@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from shoal.core.errors import ConfigError
+from shoal.job import Job
 
 Factor = Callable[[int], float]
+UNKNOWN_STEPS = (
+    "lr_schedule() asks for the number of steps, but this iterable data does not tell its length; give --steps, or a "
+    "schedule that needs no end"
+)
 
 
-def warmup_cosine(steps: int, warmup: int = 0, final: float = 0.1) -> Factor:
+def warmup_cosine(steps: int | None, warmup: int = 0, final: float = 0.1) -> Factor:
     """Linear warm-up over ``warmup`` steps to 1, then a cosine to ``final`` at the last of ``steps``."""
+    steps = _known(steps)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -27,8 +34,9 @@ def warmup_cosine(steps: int, warmup: int = 0, final: float = 0.1) -> Factor:
     return factor
 
 
-def warmup_linear(steps: int, warmup: int = 0, final: float = 0.0) -> Factor:
+def warmup_linear(steps: int | None, warmup: int = 0, final: float = 0.0) -> Factor:
     """Linear warm-up over ``warmup`` steps to 1, then a line to ``final`` at the last of ``steps``."""
+    steps = _known(steps)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -42,6 +50,22 @@ def warmup_linear(steps: int, warmup: int = 0, final: float = 0.0) -> Factor:
 def warmup_constant(warmup: int = 0) -> Factor:
     """Linear warm-up over ``warmup`` steps, then 1."""
     return lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
+
+
+def _known(steps: int | None) -> int:
+    if steps is None:
+        raise ConfigError(UNKNOWN_STEPS)
+    return steps
+
+
+def make_schedule(job: Job, optimizer: Optimizer, steps: int | None) -> LrSchedule:
+    """The job's schedule over ``steps``, None where the data does not tell. Raises ConfigError."""
+    try:
+        return LrSchedule(optimizer, job.lr_schedule(optimizer, steps))
+    except (TypeError, ValueError) as error:
+        if steps is not None:
+            raise
+        raise ConfigError(f"{UNKNOWN_STEPS} ({error})") from error
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> str | None:
@@ -88,6 +112,7 @@ class LrSchedule:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self._set()
+        self.state()  # what cannot be saved is refused before the first step
 
     def _set(self) -> None:
         if self.chosen is not None and not isinstance(self.chosen, LRScheduler):
@@ -118,7 +143,7 @@ class LrSchedule:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values. Raises ConfigError for a scheduler whose state is not."""
-        inner = self.chosen.state_dict() if isinstance(self.chosen, LRScheduler) else None
+        inner = _listed(self.chosen.state_dict()) if isinstance(self.chosen, LRScheduler) else None
         try:
             json.dumps(inner)
         except TypeError as error:
@@ -132,7 +157,26 @@ class LrSchedule:
         """Take up a saved state. ``ratios``: new over saved base rate of each group (1.0 where nothing changed)."""
         self.taken = state["taken"]
         if isinstance(self.chosen, LRScheduler) and state["scheduler"] is not None:
-            self.chosen.load_state_dict(state["scheduler"])
+            self.chosen.load_state_dict(_unlisted(state["scheduler"]))
             if any(ratio != 1.0 for ratio in ratios) and hasattr(self.chosen, "base_lrs"):
                 self.chosen.base_lrs = [base * ratio for base, ratio in zip(self.chosen.base_lrs, ratios, strict=True)]
         self._set()
+
+
+def _listed(value: Any) -> Any:
+    """A scheduler's state for JSON, which knows no keys but texts: MultiStepLR counts its milestones by number."""
+    if isinstance(value, Mapping):
+        if not isinstance(value, Counter) and all(isinstance(key, str) for key in value):
+            return {key: _listed(item) for key, item in value.items()}
+        pairs = [[key, _listed(item)] for key, item in value.items()]
+        return {"shoal_pairs": pairs, "counter": isinstance(value, Counter)}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _unlisted(value: Any) -> Any:
+    if isinstance(value, dict) and "shoal_pairs" in value:
+        pairs = {key: _unlisted(item) for key, item in value["shoal_pairs"]}
+        return Counter(pairs) if value["counter"] else pairs
+    if isinstance(value, dict):
+        return {key: _unlisted(item) for key, item in value.items()}
+    return [_unlisted(item) for item in value] if isinstance(value, list) else value

@@ -119,7 +119,7 @@ class NamedOptimizer:
             for key, value in state.items():
                 if value is None:
                     value = read(f"optimizer/{key}/{name}")
-                    value = value if key == "step" and on_host else value.to(param.device)
+                    value = value if key == "step" and on_host else _beside(param, value)
                 self.optimizer.state[param][key] = value
         self._untried = True
         return notes, ratios
@@ -147,6 +147,13 @@ class NamedOptimizer:
                 group["initial_lr"], group["lr"] = new, now.get("lr", old) * ratio
             ratios.append(ratio)
         return notes, ratios
+
+
+def _beside(param: Tensor, value: Tensor) -> Tensor:
+    """``value`` on the parameter's device, and in its layout where the shapes agree, as fused kernels need it."""
+    if value.shape != param.shape or value.stride() == param.stride():
+        return value.to(param.device)
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _strangers(number: int, built: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ class Precision:
         if isinstance(value, Tensor):
             dtype = torch.float64 if self.default_dtype and value.is_floating_point() else value.dtype
             return value.to(device=device, dtype=dtype, non_blocking=True)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: self.place(item, device) for key, item in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.place(item, device) for item in value))

@@ -69,7 +69,9 @@ def check_folder(out: Path, job: Job, settings: RunSettings) -> list[str]:
     if found["job"] != job_name(job):
         raise ConfigError(f"{out} holds a run of {found['job']}, asked for {job_name(job)}; use another --out")
     if not settings.resume:
-        raise ConfigError(f"{out} holds a run of {found['job']} already; go on with --resume or use another --out")
+        raise ConfigError(
+            f"{out} holds a run of {found['job']} already; go on with --resume (resume=True) or use another --out"
+        )
     now = settings.model_dump(mode="json")
     fixed = [
         f"{name} was {found['settings'][name]!r}, asked for {value!r}"

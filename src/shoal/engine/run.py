@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core.errors import NumericsError
+from shoal.core.errors import ModelError, NumericsError
 from shoal.data.loader import DataSettings, Window, Windows
+from shoal.data.randomness import undisturbed
 from shoal.engine import evaluate as evaluation
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
 from shoal.engine.lr_schedule import LrSchedule
+from shoal.engine.names import plain
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.precision import Precision, Scaler
+from shoal.engine.randomness import seed_all
 from shoal.engine.record import Record
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
@@ -71,6 +74,8 @@ class Run:
     last_eval: dict[str, float] | None = None
     eval_step: int | None = None
     skips_in_a_row: int = 0
+    one_term: bool = False  # known that the job's loss has one term
+    terms: tuple[str, ...] | None = None  # of the loss, by name; known from the first window on
     stopped: bool = False
     finished: bool = False
     signal_names: tuple[str, ...] = SIGNALS
@@ -86,18 +91,21 @@ class Run:
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device)
+        self._frozen = [(plain(name), p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     # -- the own-loop way ---------------------------------------------------------------------------------------
 
     def windows(self) -> Iterator[Window]:
         """Each window that is left to train on; ends at the last step, at the data's end, or on a stop request."""
         self._looping = True
-        source = self.windows_source.iterate(self.step_count, self.total_steps, self.reader_state)
+        alive = lambda: self.hooks.beat(self.step_count, "data_wait")  # noqa: E731
+        source = self.windows_source.iterate(self.step_count, self.total_steps, self.reader_state, alive)
         try:
             while not (self._ended or self._asked_to_stop):
                 self.enter("data_wait")
                 window = next(source, None)
                 if window is None:
+                    self._note_early_end()
                     break
                 yield window
                 self._finish_step()
@@ -122,20 +130,23 @@ class Run:
         if report.count:
             self.last_loss = report.loss
         self._report = report
-        if self._save_asked:
-            self._save_asked = False
-            self.save()
+        self._save_if_asked()
         return report
 
     def evaluate(self, dataset: Any = None) -> dict[str, float] | None:
         """Loss and metrics on ``dataset`` (default: the job's held-out data); None where there is none. Collective."""
         if dataset is None:
-            with self.precision.user_code():
+            with undisturbed(self.precision.default_dtype):
+                seed_all(self.settings.seed)  # as for data(): a random split in both is one split, on every rank
                 dataset = self.job.eval_data()
         if dataset is None:
             return None
         self._pause("evaluate")
-        found = evaluation.evaluate(self, dataset)
+        self._stepping = True  # a save called in there waits: the averaged weights are in place
+        try:
+            found = evaluation.evaluate(self, dataset)
+        finally:
+            self._stepping = False
         if found is None:
             self._asked_to_stop = True
         else:
@@ -144,12 +155,13 @@ class Run:
             metrics = {name: value for name, value in found.items() if name != "loss"}
             self.record.row("eval", step=self.step_count, loss=found["loss"], metrics=metrics)
         self._resume()
+        self._save_if_asked()
         return found
 
     def save(self) -> None:
         """Write a checkpoint of the last step; in the background inside the loop, at once outside. Collective.
 
-        Called while a step runs (from the loss, say), it saves at that step's end: never inside a window.
+        Called while a step or an evaluation runs (from the loss, say), it saves at its end: never inside a window.
         """
         if self._stepping:
             self._save_asked = True
@@ -225,14 +237,39 @@ class Run:
 
     def all_finite(self) -> bool:
         """Whether every floating parameter is finite."""
-        params = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
+        params = [
+            torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+            for p in self.model.parameters()
+            if p.is_floating_point() or p.is_complex()
+        ]
         return all(math.isfinite(value) for value in torch.stack(torch._foreach_norm(params, math.inf)).tolist())
+
+    def check_frozen(self) -> None:
+        """Raises ModelError for a parameter that was unfrozen since the run was built: nobody sums its gradient."""
+        if late := next((name for name, param in self._frozen if param.requires_grad), None):
+            raise ModelError(
+                f"parameter {late!r} requires a gradient, but was frozen when the run was made, so that its gradient "
+                "would stay each rank's own; leave it unfrozen until the run is made and freeze it then, "
+                "or start another run with --init-from"
+            )
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
     def _fit_scale(self, window: Window) -> None:
         """Collective. The first fp16 scale from the largest count of a micro-batch over the ranks."""
         self.scaler.fit(evaluation.largest_count(self, window))
+
+    def _note_early_end(self) -> None:
+        if self.total_steps is not None and self.step_count < self.total_steps:
+            self.record.note(
+                f"the data ended after step {self.step_count} of {self.total_steps}: it can be read once only; "
+                "return a data set whose __iter__ begins anew each time"
+            )
+
+    def _save_if_asked(self) -> None:
+        if self._save_asked:
+            self._save_asked = False
+            self.save()
 
     def _finish_step(self) -> None:
         if self._report is not None:

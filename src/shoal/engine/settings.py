@@ -13,7 +13,9 @@ from shoal.plan.plan import Precision
 class RunSettings(Settings):
     """How a job is run. Each field is a flag of ``shoal train``; its description is the flag's help."""
 
-    steps: int | None = Field(None, ge=1, description="optimizer steps to take in all (default: by --epochs)")
+    steps: int | None = Field(
+        None, ge=1, description="optimizer steps to take in all (default: by --epochs; with both, what ends first)"
+    )
     epochs: int | None = Field(None, ge=1, description="passes over the data (default: 1 if no --steps)")
     global_batch: int = Field(32, ge=1, description="samples in one optimizer step, over all workers")
     micro_batch: int | None = Field(
@@ -57,7 +59,8 @@ class RunSettings(Settings):
         found = []
         if self.lr_scaling == "linear" and self.base_batch is None:
             found.append(
-                "lr_scaling linear was asked for without base_batch; give the global batch that the job's rates are for"
+                "lr_scaling linear was asked for without base_batch; "
+                "add --base-batch N, the global batch that the job's rates are for"
             )
         if self.lr_scaling == "none" and self.base_batch is not None:
             found.append(f"base_batch {self.base_batch} without lr_scaling does nothing; add --lr-scaling linear")

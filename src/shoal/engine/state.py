@@ -57,6 +57,7 @@ def collect(run: Run, finite: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "ranks": run.ranks,
         "finite": finite,
         "loss": run.last_loss,
+        "data": run.windows_source.identity,
     }
     return all_tensors(run), values
 
@@ -90,5 +91,8 @@ def restore(run: Run, reader: Reader) -> list[str]:
             f"to its number of readers; resume with --workers {len(readers)}"
         )
     run.reader_state = readers[run.rank] if len(readers) > 1 else readers[0]
-    run.step_count = values["step"]
+    run.step_count, run.last_loss = values["step"], values["loss"]
+    before, now = values.get("data"), run.windows_source.identity
+    if before not in (None, now):
+        notes.append(f"the data was {before} and is now {now}: samples come in another order from here on")
     return notes

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     padded_tokens: float
     used: list[bool]
     signals: dict[str, float]
-    changed_buffers: list[bool]
+    changed_buffers: list[float]
 
 
 class StepReport(NamedTuple):
@@ -109,7 +109,7 @@ def judge(run: Run, values: list[float]) -> Verdict:
     return Verdict(
         reason is None, reason, clip_factor(norm, run.settings.clip) / scaled if reason is None else 0.0,
         loss / count if count else 0.0, count, norm, tokens, padded,
-        [value > 0 for value in used], signals, [value > 0 for value in changed],
+        [value > 0 for value in used], signals, changed,
     )  # fmt: skip
 
 
@@ -118,9 +118,10 @@ def apply(run: Run, verdict: Verdict) -> None:
     run.watch.equalise(verdict.changed_buffers)
     if verdict.applied:
         run.buckets.assign(verdict.used)
-        if not run.optimizer.step(verdict.factor):
-            run.buckets.scale(verdict.factor)
-            run.optimizer.step(1.0)
+        with run.precision.user_code():  # an optimizer makes its counters in the default dtype
+            if not run.optimizer.step(verdict.factor):
+                run.buckets.scale(verdict.factor)
+                run.optimizer.step(1.0)
         run.schedule.step()
         run.average.update()
         run.skips_in_a_row = 0

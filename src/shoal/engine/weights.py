@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shoal.checkpoint.reader import Reader
+from shoal.checkpoint.reader import Reader, candidates
 from shoal.core.errors import CheckpointError
 from shoal.engine import state
 from shoal.engine.found import newest_everywhere
@@ -29,7 +29,10 @@ def load_weights(model: nn.Module, source: str | Path, asked: str = "weights fro
     found, skipped = newest_everywhere(folder)
     if found is None:
         why = "".join(f"; {bad.path} is none: {bad.problem}" for bad in skipped)
-        raise CheckpointError(f"{asked} {source} holds no good checkpoint{why}; name a run, a step-N or a .safetensors")
+        what = "holds no good checkpoint" if source.exists() else "does not exist, so it holds no good checkpoint"
+        near = ", ".join(path.name for _, path in candidates(source.parent)) if not source.exists() else ""
+        there = f"; {source.parent} has {near}" if near else ""
+        raise CheckpointError(f"{asked} {source} {what}{why}{there}; name a run, a step-N or a .safetensors")
     state.load_model(model, Reader(found.path), str(found.path))
     return [f"checkpoint {bad.path} is skipped: {bad.problem}" for bad in skipped]
 

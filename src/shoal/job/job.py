@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.fields import faults_of, fill
 
 
@@ -56,10 +56,11 @@ class Job(BaseModel):
         """Any ``torch.optim`` optimizer over the model's named parameters."""
         raise NotImplementedError
 
-    def lr_schedule(self, optimizer: Any, steps: int) -> Any:
+    def lr_schedule(self, optimizer: Any, steps: Any) -> Any:
         """None (constant), a function step -> factor of the base rate, or a ``torch.optim.lr_scheduler``.
 
-        ``steps`` is the number of optimizer steps the run will take; schedules count these and nothing else.
+        ``steps`` is the number of optimizer steps the run will take; schedules count these and nothing else. It is
+        None where iterable data does not tell its length and no steps were asked for.
         """
         return None
 
@@ -77,6 +78,12 @@ class Job(BaseModel):
 
     def inputs(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into (inputs, targets)."""
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            found = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+            raise DataError(
+                f"a batch should be a pair (inputs, targets), found {found}; return pairs from the data set, or write "
+                "inputs(batch) in the job to make them"
+            )
         inputs, targets = batch
         return inputs, targets
 

@@ -31,6 +31,7 @@ STOPPED = 75
 """Exit code of a run that stopped as asked after saving. 0: done, 1: failed, 128 + n: died of signal n."""
 _POLL_S = 0.05
 _WATCH_EVERY_S = 0.5
+_ONE_REQUEST_S = 0.5  # signals this close are one request: under `timeout make train` each comes twice
 _VICTIM_S = 1.0  # how long to wait for the cause of an error that looks like another rank's end
 _LEAVE_S = 30.0  # how long a worker may take to end after its work is done
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,9 +53,12 @@ class _Asked:
 
     count: int = 0
     number: int = 0
+    last_s: float = -_ONE_REQUEST_S
 
     def __call__(self, number: int, frame: object) -> None:
-        self.count, self.number = self.count + 1, number
+        now_s = time.monotonic()
+        if now_s - self.last_s >= _ONE_REQUEST_S:
+            self.count, self.number, self.last_s = self.count + 1, number, now_s
 
 
 def run_workers(

@@ -30,8 +30,13 @@ class FolderLock:
 
 def lock_folder(out: Path) -> FolderLock:
     """Take ``out`` for this process and the workers it will start; ConfigError where another has it."""
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {out} cannot be made or written to ({error.strerror}); use another --out"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

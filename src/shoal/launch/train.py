@@ -250,6 +250,7 @@ class Entry:
         found = train_loop(run)
         run.record.row("end", **{name: value for name, value in found.items() if name != "parts"})
         run.close()
+        beats.beat(run.step_count, "end")  # how long after() may take is the job's affair
         if first:
             write_json(run.out / RESULT, found)
             self._say_end(run, found)

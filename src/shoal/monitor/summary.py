@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
@@ -83,9 +84,9 @@ class RunTotals:
 def summary(result: Mapping[str, Any]) -> str:
     """The end of a run in a few lines.
 
-    ``result``: ``steps, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out, seconds,
-    skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a mapping of
-    numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
+    ``result``: ``steps, steps_here, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out,
+    seconds, skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a
+    mapping of numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
     """
     lines = [_head(result)]
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
@@ -134,8 +135,8 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
     origins = record.get("origins") or {}
     for origin, words in (("given", "given"), ("job", "from the job's file"), ("default", "by default")):
         shown = [
-            f"{prefix}{name}={value}"
-            for part, prefix in (("fields", ""), ("settings", "--"))
+            f"{name if part == 'fields' else '--' + name.replace('_', '-')}={_typed(value)}"
+            for part in ("fields", "settings")
             for name, value in flat(record.get(part) or {})
             if (origins.get(part) or {}).get(name) == origin
         ]
@@ -159,11 +160,21 @@ def duration(seconds: float) -> str:
 def _head(result: Mapping[str, Any]) -> str:
     steps = result.get("steps") or 0
     text = f"{steps:,} step{'' if steps == 1 else 's'}"
+    here = result.get("steps_here", steps)
+    if steps and not here:
+        return f"{text}, all of them done before: nothing was left to do"
+    if here != steps:
+        text += f", {here:,} of them now,"
     if result.get("seconds") is not None:
         text += f" in {duration(result['seconds'])}"
     if result.get("skipped"):
         text += f", {result['skipped']} of them skipped (their loss or gradients were not finite)"
     return text
+
+
+def _typed(value: Any) -> str:
+    """A value so that a shell reads it back as one word."""
+    return shlex.quote(value) if isinstance(value, str) else str(value)
 
 
 def _number(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.core.errors import ModelError
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -70,17 +72,29 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 def globalise(model: nn.Module, group: dist.ProcessGroup | None) -> list[GlobalBatchNorm]:
-    """Let every BatchNorm inside ``model`` see all ranks' rows; parameters, buffers, hooks and names stay.
+    """Let every BatchNorm inside ``model`` see all ranks' rows; the modules themselves stay, whoever holds them.
 
-    Returns the new modules, so that the caller can mark padding on them.
+    Returns them, so that the caller can mark padding. Raises ModelError for one with a forward of its own.
     """
     found = []
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, _BatchNorm) and type(child).__module__.startswith("torch.nn."):
-                changed = GlobalBatchNorm.__new__(GlobalBatchNorm)
-                changed.__dict__.update(child.__dict__)  # the same parameters, buffers and hooks
-                changed.group = group
-                setattr(parent, name, changed)
-                found.append(changed)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            if not isinstance(module, GlobalBatchNorm):
+                module.__class__ = _global_class(type(module), name)
+            changed = cast(GlobalBatchNorm, module)
+            changed.group = group
+            found.append(changed)
     return found
+
+
+def _global_class(kind: type[_BatchNorm], name: str) -> type[_BatchNorm]:
+    """``kind`` with the forward over all ranks."""
+    if kind.__module__.startswith("torch.nn."):
+        return GlobalBatchNorm
+    own = next(cls for cls in kind.__mro__ if "forward" in vars(cls))
+    if not own.__module__.startswith("torch.nn."):
+        raise ModelError(
+            f"{name!r} is a {kind.__name__}, a BatchNorm with a forward of its own, whose statistics would be of each "
+            "worker's rows alone; use torch's BatchNorm, a norm without batch statistics, or --workers 1"
+        )
+    return type(kind.__name__, (GlobalBatchNorm, kind), {"__module__": kind.__module__})

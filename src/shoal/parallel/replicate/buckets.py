@@ -56,7 +56,7 @@ class GradientBuckets:
         bucket = _Bucket(flat, params)
         offset = 0
         for param in params:
-            self._view[id(param)] = flat[offset : offset + param.numel()].view_as(param)
+            self._view[id(param)] = _laid_as(param, flat[offset : offset + param.numel()])
             self._bucket_of[id(param)] = bucket
             offset += param.numel()
         self.buckets.append(bucket)
@@ -81,6 +81,11 @@ class GradientBuckets:
         grad = param.grad
         if grad is None:
             return
+        if grad.layout != torch.strided:
+            raise ModelError(
+                f"parameter {self._name[key]!r} has a sparse gradient, which cannot be summed over the ranks here; "
+                "make its layer dense (nn.Embedding(..., sparse=False))"
+            )
         view = self._view[key]
         bucket = self._bucket_of[key]
         if self._syncing and bucket.launched:
@@ -154,6 +159,15 @@ class GradientBuckets:
             if not torch.isfinite(self._view[id(param)]).all():
                 return name
         return None
+
+
+def _laid_as(param: Tensor, part: Tensor) -> Tensor:
+    """A view of ``part`` with the strides that autograd gives the gradient of ``param``.
+
+    Fused optimizer kernels walk weight, gradient and state by address alone, so all must lie alike: those of a
+    transposed or channels-last weight too. See torch/csrc/autograd/functions/accumulate_grad.h, "gradient layout".
+    """
+    return part.as_strided(param.shape, torch.empty_like(param, device="meta").stride(), part.storage_offset())
 
 
 def _partition(params: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
