@@ -57,7 +57,7 @@ def test_models_that_nobody_rewrote_train_as_on_one_process(name, capsys):
     assert not gathers
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "llama eager", "qwen3", "gpt2", "bloom"])
 def test_key_value_heads_fewer_than_the_degree_are_exact(name):
     """Two key-value heads on four ranks: computed whole on each, their gradients summed.
 
