@@ -19,6 +19,7 @@ from shoal.engine.layout import Layout
 from shoal.engine.names import plain
 from shoal.parallel import tensor
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
+from shoal.parallel.recompute import apply as recompute
 from shoal.parallel.replicate.buckets import GradientBuckets
 from shoal.parallel.shard.apply import Sharded, apply
 from shoal.parallel.shard.gradients import ShardedGradients
@@ -40,7 +41,7 @@ class Parts(NamedTuple):
 
 
 def spread(model: nn.Module, layout: Layout, device: torch.device, example: Callable[[], Example]) -> Parts:
-    """Apply the layout's techniques in order: pipeline cut, tensor, shard or replicate. Collective.
+    """Apply the layout's techniques in order: pipeline cut, tensor, recompute, shard or replicate. Collective.
 
     Changes ``model`` in place. ``example`` gives a micro-batch, for techniques that trace the model.
     """
@@ -55,6 +56,7 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
             pipelined = Pipelined(model, blueprint, plan, layout.rank, layout.pipeline, device, first)
         if mesh.tensor > 1:
             divided = divide(model, blueprint, layout)
+    recompute.apply(model, plan.recompute)
     sharded = shard(model, layout) if mesh.shard > 1 else None
     held = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta

@@ -142,6 +142,11 @@ def unit_paths(model: nn.Module) -> list[str]:
     return list(first.values())
 
 
+def block_paths(model: nn.Module) -> list[str]:
+    """Paths of the repeated blocks among the units."""
+    return [path for path in unit_paths(model) if _is_block_list(model.get_submodule(path.rpartition(".")[0]))]
+
+
 def _is_block_list(module: nn.Module) -> bool:
     children = list(module.children())
     return (

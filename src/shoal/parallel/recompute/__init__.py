@@ -1,0 +1,1 @@
+"""Recompute: activations of blocks are computed anew in backward instead of kept."""

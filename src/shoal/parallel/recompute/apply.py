@@ -1,0 +1,39 @@
+"""Activation checkpointing on a model's repeated blocks (Chen et al., https://arxiv.org/abs/1604.06174)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.core.errors import ConfigError
+from shoal.parallel.pipeline.skeleton import block_paths
+from shoal.plan.plan import Recompute
+
+
+def apply(model: nn.Module, how: Recompute) -> list[str]:
+    """Let blocks keep their inputs alone: ``full`` every one, ``selective`` every second. Returns their paths.
+
+    Names, hooks and randomness stay as they were: a block's forward runs again, inside its hooks, with the same
+    random numbers. Raises ConfigError where the model has no repeated blocks.
+    """
+    if how == "none":
+        return []
+    paths = block_paths(model)
+    if not paths:
+        raise ConfigError(f"recompute {how!r} works on repeated blocks, and the model has none; leave it out")
+    chosen = paths if how == "full" else paths[::2]
+    for path in chosen:
+        _recompute(model.get_submodule(path))
+    return chosen
+
+
+def _recompute(block: nn.Module) -> None:
+    plain = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    forward.__wrapped__ = plain  # type: ignore[attr-defined]  # its signature is read by some models
+    block.forward = forward
