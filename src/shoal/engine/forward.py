@@ -144,6 +144,8 @@ def forward_backward(run: Run, window: Window, scale: float) -> Tally:
                 "check for .detach(), torch.no_grad() or a frozen model"
             )
         tally.add(loss)
+        if run.hooks.observer:
+            run.hooks.observer.micro_batch(each, loss)
         return loss.sum * scale
 
     micros = padded(window.micro_batches, run.forwards.least(len(window.micro_batches)))
