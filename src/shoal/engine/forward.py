@@ -160,6 +160,8 @@ def passes(
     for number, micro in enumerate(micros):
         each = Pass(run, micro, end, (run.settings.seed, window.index, number, run.layout.data_rank))
         count_into(tally, each)
+        if run.hooks.observer:
+            run.hooks.observer.takes(each)
         yield each
 
 

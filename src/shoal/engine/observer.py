@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Sees every step of one rank and changes nothing. ``Hooks.observer``; a run without one does nothing more."""
 
+    def takes(self, each: Pass) -> None:
+        """A micro-batch begins its way through the model, padding too."""
+        ...
+
     def micro_batch(self, each: Pass, loss: Loss) -> None:
         """A micro-batch's summed loss and its count (padding: 0), on ranks that work out a loss."""
         ...

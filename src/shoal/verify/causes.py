@@ -115,15 +115,30 @@ def _box(wrong: np.ndarray) -> str:
     return "[" + ", ".join(f"{int(place.min())}:{int(place.max()) + 1}" for place in places) + "]"
 
 
-def common_cause(found: list[Found], names: list[str]) -> str | None:
-    """What one ratio over all gradients tells; None where there is no such."""
+def common_cause(found: list[Found], names: list[str], mine: Step, theirs: Step) -> str | None:
+    """What one ratio over all gradients tells; None where there is no such. ``names``: gradients that are not zero."""
     ratios = [one.ratio for one in found if one.ratio is not None]
     if len(names) < 2 or len(ratios) < len(names) or max(ratios) - min(ratios) > LOOSE * 10 * abs(ratios[0]):
         return None
-    return (
-        f"wrong divisor: every gradient is {ratios[0]:.6g} x one device's; the factor that divides by the global "
-        "count (and clips) is another one"
-    )
+    ratio = ratios[0]
+    norm, loss = (theirs.first[key] / mine.first[key] for key in ("grad_norm", "loss"))
+    if not math.isclose(norm, ratio, rel_tol=LOOSE * 10):
+        return (
+            f"wrong divisor: every gradient is {ratio:.6g} x one device's, their norm as reported {norm:.6g} x; the "
+            "factor that the optimizer takes them with is another one"
+        )
+    if math.isclose(loss, ratio, rel_tol=LOOSE * 10):
+        return f"wrong divisor: the loss, every gradient and their norm are {ratio:.6g} x one device's"
+    return f"every gradient is {_ratio_text(ratio, degrees_of(theirs))}"
+
+
+def degrees_of(step: Step) -> dict[str, int]:
+    """How many places each axis has."""
+    axes: dict[str, int] = {}
+    for told in step.ranks.values():
+        for axis, place in told["at"].items():
+            axes[axis] = max(axes.get(axis, 1), place + 1)
+    return axes
 
 
 def loss_cause(mine: Step, theirs: Step, ids: bool, limit: float = 0.0) -> str | None:
@@ -138,7 +153,7 @@ def loss_cause(mine: Step, theirs: Step, ids: bool, limit: float = 0.0) -> str |
             there = wanted.index(given[moved])
             return f"swapped micro-batches: number {moved} of the layout is number {there} of one device"
         if sorted(sum(wanted, [])) == sorted(sum(given, [])):
-            return f"the same samples are cut into other micro-batches: {given} where one device has {wanted}"
+            return f"swapped micro-batches: they are made up of {given}, on one device of {wanted}"
         return f"other samples were read: {given} where one device reads {wanted}"
     losses = [micro.loss for micro in mine.micros if micro.ids]
     others = [micro.loss for micro in theirs.micros if micro.ids]
@@ -146,7 +161,12 @@ def loss_cause(mine: Step, theirs: Step, ids: bool, limit: float = 0.0) -> str |
     if sum(counts[0]) != sum(counts[1]):
         return f"the counts differ: {sum(counts[1]):g} items, on one device {sum(counts[0]):g}"
     near = max(LOOSE, 10 * limit)
-    if len(losses) > 1 and np.allclose(sorted(losses), sorted(others), rtol=near):
+    if len(losses) == len(others) and np.allclose(losses, others, rtol=near):
+        pair = theirs.first["loss"], mine.first["loss"]
+        return (
+            f"wrong divisor: each micro-batch's loss is right, the step's is {pair[0]:.6g}, on one device {pair[1]:.6g}"
+        )
+    if len(losses) > 1 and len(losses) == len(others) and np.allclose(sorted(losses), sorted(others), rtol=near):
         return "swapped micro-batches: their losses are one device's in another order"
     if len(losses) > 1 and math.isclose(sum(losses), sum(others), rel_tol=near):
         return "micro-batches mixed: each one's loss differs, their sum does not"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.verify.causes import Found, cause, common_cause, loss_cause
+from shoal.verify.causes import Found, cause, common_cause, degrees_of, loss_cause
 from shoal.verify.recording import Copy, Recording, Step
 
 FLOOR = 1e-3  # of the largest tensor of a kind: smaller ones are measured against this
@@ -103,6 +103,9 @@ def _step(reference: Recording, mine: Step, theirs: Step, tolerance: Tolerance, 
     if mine.first["applied"] != theirs.first["applied"]:
         why = f"the step was {'applied' if theirs.first['applied'] else 'skipped'}, on one device it was not so"
         yield Difference(number, "loss", "", math.inf, 0.0, f"{why} ({mine.first['reason'] or theirs.first['reason']})")
+    if relative(mine.first["lr"], theirs.first["lr"]) > FP64:
+        why = f"it is {theirs.first['lr']:.6g}, on one device {mine.first['lr']:.6g}"
+        yield Difference(number, "learning rate", "", relative(mine.first["lr"], theirs.first["lr"]), FP64, why)
     for kind in KINDS:
         yield from _tensors(reference, mine, theirs, kind, tolerance, errors)
         norm = errors[number, "grad_norm"]
@@ -133,24 +136,16 @@ def _tensors(
         errors[mine.number, name] = error
         limit = tolerance.of(mine.number, name)
         if error > limit:
-            found.append(cause(name, whole, copies, (error, scale, limit), _degrees(theirs)))
+            found.append(cause(name, whole, copies, (error, scale, limit), degrees_of(theirs)))
     if not found:
         return
-    why = common_cause(found, [name for name in names if sizes.get(name, 0.0) > 0]) if kind == "gradient" else None
+    telling = [name for name in names if sizes.get(name, 0.0) > 0]
+    why = common_cause(found, telling, mine, theirs) if kind == "gradient" else None
     for number, one in enumerate(found):
         yield Difference(
             mine.number, _what(one.name), _module(reference, one.name), one.error,
             tolerance.of(mine.number, one.name), (why or one.why) if number == 0 else one.why,
         )  # fmt: skip
-
-
-def _degrees(step: Step) -> dict[str, int]:
-    """How many places each axis has."""
-    axes: dict[str, int] = {}
-    for told in step.ranks.values():
-        for axis, place in told["at"].items():
-            axes[axis] = max(axes.get(axis, 1), place + 1)
-    return axes
 
 
 def _sizes(step: Step, names: list[str]) -> dict[str, float]:

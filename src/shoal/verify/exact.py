@@ -26,9 +26,10 @@ _CASTS: dict[Any, Any] = {Tensor.float: Tensor.double}
 
 
 class Exactly(TorchFunctionMode):
-    """Dropout keeps everything; with ``lift``, what the model casts to float32 becomes float64.
+    """Dropout keeps everything; with ``lift``, what the job's code casts to float32 becomes float64.
 
-    Around the whole run, so that it holds in tracing, forward and recomputation alike.
+    Around the whole run, so that it holds in tracing, forward and recomputation alike. The job's code runs with float64
+    as the default dtype, or, recomputed, inside backward.
     """
 
     def __init__(self, lift: bool) -> None:
@@ -41,7 +42,7 @@ class Exactly(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in DROPOUT:
             args, kwargs = self._keep_all(*DROPOUT[func], list(args), kwargs)
-        if self.lift:
+        if self.lift and (torch.get_default_dtype() is torch.float64 or torch._C._current_graph_task_id() >= 0):
             func, args, kwargs = self._wide(func, args, kwargs)
         return func(*args, **kwargs)
 

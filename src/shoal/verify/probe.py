@@ -48,13 +48,16 @@ class Probe:
     own names; several regions of one are told apart by a number. Gradients are as the optimizer takes them.
     """
 
-    def __init__(self, folder: Path, rank: int, mode: Exactly) -> None:
-        self.folder, self.rank, self.mode = folder, rank, mode
-        self._lift = mode.lift
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
         self.micros: list[dict[str, Any]] = []
         self.ids: list[list[int]] = []
         self.tensors: dict[str, Held] = {}
         self.random: RandomForward | None = None
+
+    def takes(self, each: Pass) -> None:
+        """The samples of the micro-batch."""
+        self.ids.append(list(each.micro.ids))
 
     def micro_batch(self, each: Pass, loss: Loss) -> None:
         """Losses stay on the device until the step's end."""
@@ -71,8 +74,7 @@ class Probe:
                 )
 
     def gradients(self, run: Run, verdict: Verdict) -> None:
-        """Every gradient times the factor. What the optimizer casts stays as it is."""
-        self.mode.lift = False
+        """Every gradient times the factor."""
         for name, param in run.model.named_parameters():
             if param.grad is not None and not param.is_meta:
                 self._keep(run, "gradient", plain(name), param.grad.detach() * verdict.factor)
@@ -87,7 +89,6 @@ class Probe:
             _, kind, name = key.split("/", 2)
             self._keep(run, f"optimizer/{kind}", name, tensor.detach())
         self._write(run, report)
-        self.mode.lift = self._lift
 
     def _keep(self, run: Run, kind: str, name: str, tensor: Tensor) -> None:
         self.tensors[f"{kind}/{name}"] = held(run, name, tensor)
@@ -107,7 +108,7 @@ class Probe:
             for m in sorted(self.micros, key=lambda m: m["number"])
         ]
         told = {
-            "loss": report.loss, "grad_norm": report.grad_norm, "applied": report.applied, "reason": report.reason,
+            "loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm, "applied": report.applied, "reason": report.reason,
             "count": report.count, "data_rank": run.layout.data_rank, "at": run.layout.at._asdict(),
             "ids": self.ids, "micros": micros, "tensors": facts,
         }  # fmt: skip
@@ -134,7 +135,7 @@ class ProbedEntry(Entry):
         device = join(world, self.device)
         notes: list[str] = []
         mode = Exactly(lift=self.settings.precision == "fp64")
-        probe = Probe(Path(self.folder), world.rank, mode)
+        probe = Probe(Path(self.folder), world.rank)
         hooks = Hooks(beat=beats.beat, tell=notes.append, observer=probe)
         torch.autograd.set_multithreading_enabled(False)  # recomputation in backward is to be seen by the mode too
         with mode:
@@ -149,7 +150,6 @@ class ProbedEntry(Entry):
                 if self.unit:
                     perturb(run.model, self.unit)
             for window in run.windows():
-                probe.ids = [list(micro.ids) for micro in window.micro_batches]
                 run.step(window)
         told = {
             "names": described, "trained": run.trained, "dropped": mode.dropped, "lifted": mode.lifted,

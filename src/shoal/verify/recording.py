@@ -73,7 +73,8 @@ class Step:
         for rank, told in self.ranks.items():
             other, ids = known.setdefault(told["data_rank"], (rank, told["ids"]))
             if ids != told["ids"]:
-                return f"ranks {other} and {rank} hold parts of one model, but read other samples: {ids}, {told['ids']}"
+                swapped = "swapped micro-batches: " if sorted(ids) == sorted(told["ids"]) else ""
+                return f"{swapped}ranks {other} and {rank} work on the same samples, but take {ids} and {told['ids']}"
         return None
 
     @cached_property

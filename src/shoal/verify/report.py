@@ -66,13 +66,18 @@ class Report:
         """A table, what is to be said of single layouts, and the verdict."""
         table = Table(box=None, pad_edge=False)
         for title in ("layout", "status", "loss", "gradients", "weights", "divided"):
-            table.add_column(title, justify="left" if title in ("layout", "status", "divided") else "right")
+            table.add_column(
+                title, justify="left" if title in ("layout", "status", "divided") else "right", no_wrap=True
+            )
         for one in self.layouts:
             errors = (_figure(error) for error in (one.max_rel_loss, one.max_rel_grad, one.max_rel_weight))
             table.add_row(one.mesh, Text(one.status, STYLES[one.status]), *errors, _divided(one.split))
         said = [Text(f"note: {note}") for note in self.notes]
         said += [Text(f"{one.mesh}: {_said(one)}") for one in self.layouts if one.reason]
-        (console or Console()).print(Group(table, *said, Text(self.verdict, "bold")), soft_wrap=True)
+        console = console or Console()
+        if not console.is_terminal:
+            console.width = 160
+        console.print(Group(table, *said, Text(self.verdict, "bold")), soft_wrap=True)
 
 
 def _said(one: LayoutResult) -> str:

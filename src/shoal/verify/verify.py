@@ -38,6 +38,19 @@ SETTINGS = (
     "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload", "global_batch", "micro_batch",
     "clip", "steps", "precision", "seed",
 )  # fmt: skip
+#: What a run says of itself that may be why losses differ, and what to change.
+HINTS = (
+    (
+        "the loss is a scalar",
+        "the loss is a scalar, a mean over the samples of a rank's micro-batch: where that depends on how samples are "
+        "grouped, return shoal.Loss(sum, count)",
+    ),
+    (
+        "iterable data split over",
+        "the data splits itself with shard(), so that each number of ranks reads it in another order: verify with "
+        "map-style data",
+    ),
+)
 REFUSALS = (ConfigError.__name__, ModelError.__name__)
 
 
@@ -268,20 +281,19 @@ def _failure(folder: Path, ranks: int, said: str) -> Failure:
 def _judged(mesh: Mesh, found: Comparison, recording: Recording, shares: Mapping[str, float]) -> LayoutResult:
     errors = found.largest("loss"), found.largest("gradient/"), found.largest("weight/", "buffer/")
     first, tensor = found.first, found.tensor
-    reason = _unsplit(shares)
-    if first is not None:
-        reason = first.why
-        if tensor is not None:
-            reason += f"; {tensor.module}, error {tensor.error:.2g} where rounding is below {tensor.tolerance:.1g}"
-            reason += f": {tensor.why}" if tensor is not first else ""
-        if first.what == "loss" and any("the loss is a scalar" in note for note in recording.told["notes"]):
-            reason += (
-                "; the loss is a scalar, a mean over the samples of a rank's micro-batch: where that depends on how "
-                "samples are grouped, return shoal.Loss(sum, count)"
-            )
-    shown = str(tensor or first) if first is not None else None
-    status = "equal" if first is None else "different"
-    return LayoutResult(str(mesh), status, *errors, first_difference=shown, reason=reason, split=dict(shares))
+    if first is None:
+        return LayoutResult(str(mesh), "equal", *errors, reason=_unsplit(shares), split=dict(shares))
+    reason = first.why
+    if tensor is not None:
+        reason += f"; {tensor.module}, error {tensor.error:.2g} where rounding is below {tensor.tolerance:.1g}"
+        reason += f": {tensor.why}" if tensor is not first else ""
+        if first is tensor and tensor.what.startswith(("weight", "optimizer")):
+            reason += "; the gradients agree, so that the optimizer did something else with them"
+    if first.what == "loss":
+        reason += "".join(f"; {hint}" for said, hint in HINTS if any(said in note for note in recording.told["notes"]))
+    return LayoutResult(
+        str(mesh), "different", *errors, first_difference=str(tensor or first), reason=reason, split=dict(shares)
+    )
 
 
 def _unsplit(shares: Mapping[str, float]) -> str | None:
