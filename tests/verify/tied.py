@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import shoal
 from shoal.models import GPT
@@ -22,15 +23,43 @@ def rows(size):
     return samples
 
 
+class Narrow(nn.LayerNorm):
+    """Works in float32, as many models' norms do."""
+
+    def forward(self, x):
+        import torch
+
+        return super().forward(x.to(torch.float32).float()).type_as(x)
+
+
+class Noisy(nn.Linear):
+    """Adds noise of its own."""
+
+    def forward(self, x):
+        import torch
+
+        return super().forward(x) + 0.01 * torch.randn(16)
+
+
 class Job(shoal.Job):
     """``fault``: a method of Faults, put in where there are several ranks."""
 
     tied: bool = True
     dropout: float = 0.0
     fault: str = ""
+    narrow: bool = False
+    noisy: bool = False
+    broken: bool = False
 
     def model(self):
-        return GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
+        made = GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
+        if self.narrow:
+            made.blocks[0].norm_feed = Narrow(16)
+        if self.noisy:
+            made.blocks[1].feed[2] = Noisy(64, 16)
+        if self.broken:
+            raise ValueError("too narrow")
+        return made
 
     def data(self):
         return rows(24)

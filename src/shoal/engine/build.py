@@ -67,8 +67,8 @@ def build(
     found, skipped = newest_everywhere(out / "checkpoints") if settings.resume else (None, [])
     reader = Reader(found.path) if found else None
     chosen = _same_kernels(settings, place.device, reader)
-    precision = Precision(settings.precision, place.device.type)
     layout = lay_out(resolve(settings, ranks), place.device.type)
+    precision = Precision(layout.plan.precision, place.device.type)
 
     model, notes = _model(job, settings, precision, place.device)
     if settings.init_from and reader is None:

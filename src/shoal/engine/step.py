@@ -111,7 +111,7 @@ def judge(run: Run, values: list[float]) -> Verdict:
     elif not (math.isfinite(loss) and math.isfinite(norm)):
         reason = "the loss is not finite" if not math.isfinite(loss) else "a gradient is not finite"
     return Verdict(
-        reason is None, reason, clip_factor(norm, run.settings.clip) / scaled if reason is None else 0.0,
+        reason is None, reason, clip_factor(norm, run.layout.plan.clip) / scaled if reason is None else 0.0,
         loss / count if count else 0.0, count, norm, tokens, padded,
         [value > 0 for value in used], signals, [value > 0 for value in changed],
     )  # fmt: skip

@@ -30,7 +30,7 @@ def cause(
     if copies[0].shape != whole.shape:
         return Found(name, error, f"it has shape {list(copies[0].shape)}, on one device {list(whole.shape)}")
     a = whole.astype(np.float64)
-    near = max(LOOSE, 10 * limit)
+    near = min(0.1, max(LOOSE, 10 * limit))
     if why := _torn(a, copies, scale * near):
         return Found(name, error, why)
     b, there = np.zeros_like(a), np.zeros(a.shape, dtype=bool)
@@ -42,7 +42,7 @@ def cause(
         return Found(name, error, f"{int((~np.isfinite(b)).sum())} of {b.size} elements are not finite")
     ratio = _ratio(a, b, scale * near)
     if ratio is not None:
-        return Found(name, error, f"every element is {_ratio_text(ratio, degrees)}", ratio)
+        return Found(name, error, f"every element is {_ratio_text(ratio, degrees, near)}", ratio)
     return Found(name, error, _part(a, b, scale * limit, degrees))
 
 
@@ -58,12 +58,12 @@ def _torn(a: np.ndarray, copies: list[Copy], near: float) -> str | None:
         if len(distinct) == 1:
             continue
         wanted, ranks = a[same[0].place], ", ".join(str(copy.rank) for copy in distinct)
-        total = np.sum([copy.value.astype(np.float64) for copy in distinct], axis=0)
-        if _ratio(wanted, total, near) is not None:
-            return f"not reduced: ranks {ranks} hold their own shares, whose sum is right; a sum over them is missing"
         right = [str(copy.rank) for copy in distinct if _away(copy.value, wanted) <= near]
         if right:
             return f"ranks {ranks} hold different values, and rank {right[0]} holds the right one"
+        total = np.sum([copy.value.astype(np.float64) for copy in distinct], axis=0)
+        if (_ratio(wanted, total, near) or 0.0) > near:
+            return f"not reduced: ranks {ranks} hold their own shares, whose sum is right; a sum over them is missing"
         return f"ranks {ranks} hold different values: they were not updated alike"
     return None
 
@@ -82,14 +82,14 @@ def _ratio(a: np.ndarray, b: np.ndarray, near: float) -> float | None:
     return ratio if _away(ratio * a, b) <= near * max(1.0, abs(ratio)) else None
 
 
-def _ratio_text(ratio: float, degrees: dict[str, int]) -> str:
+def _ratio_text(ratio: float, degrees: dict[str, int], near: float = LOOSE) -> str:
     """What a ratio tells, e.g. ``2 x one device's: summed 2 times (replicate has 2 ranks)``."""
     if abs(ratio) < LOOSE:
         return "0: it was never worked out, or not handed on"
     if ratio < 0:
         return f"{ratio:.6g} x one device's: a sign is wrong"
     times = round(ratio) if ratio > 1 else round(1 / ratio)
-    if times < 2 or abs((ratio if ratio > 1 else 1 / ratio) / times - 1) > LOOSE * 10:
+    if times < 2 or abs((ratio if ratio > 1 else 1 / ratio) / times - 1) > min(0.05, 10 * near):
         return f"{ratio:.6g} x one device's: a factor of its own"
     ways = [f"{axis} has {degree} ranks" for axis, degree in degrees.items() if degree == times]
     where = f" ({', '.join(ways)})" if ways else ""
@@ -116,12 +116,12 @@ def _box(wrong: np.ndarray) -> str:
 
 
 def common_cause(found: list[Found], names: list[str], mine: Step, theirs: Step) -> str | None:
-    """What one ratio over all gradients tells; None where there is no such. ``names``: gradients that are not zero."""
+    """What one ratio over all gradients tells; None where there is no such. ``names``: those well above zero."""
     ratios = [one.ratio for one in found if one.ratio is not None]
     if len(names) < 2 or len(ratios) < len(names) or max(ratios) - min(ratios) > LOOSE * 10 * abs(ratios[0]):
         return None
     ratio = ratios[0]
-    norm, loss = (theirs.first[key] / mine.first[key] for key in ("grad_norm", "loss"))
+    norm, loss = (theirs.first[key] / (mine.first[key] or 1.0) for key in ("grad_norm", "loss"))
     if not math.isclose(norm, ratio, rel_tol=LOOSE * 10):
         return (
             f"wrong divisor: every gradient is {ratio:.6g} x one device's, their norm as reported {norm:.6g} x; the "

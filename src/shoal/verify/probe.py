@@ -108,7 +108,8 @@ class Probe:
             for m in sorted(self.micros, key=lambda m: m["number"])
         ]
         told = {
-            "loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm, "applied": report.applied, "reason": report.reason,
+            "loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm, "applied": report.applied,
+            "reason": report.reason,
             "count": report.count, "data_rank": run.layout.data_rank, "at": run.layout.at._asdict(),
             "ids": self.ids, "micros": micros, "tensors": facts,
         }  # fmt: skip

@@ -138,7 +138,7 @@ def _settings(cls: type[Job], given: Mapping[str, Any], mesh: Mesh, folder: Path
     }  # fmt: skip
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set} | aside
     if given.get("plan"):
-        chosen = {name: value for name, value in chosen.items() if name not in OF_PLAN or name in given}
+        chosen = {name: value for name, value in chosen.items() if name not in OF_PLAN or name in (*given, "precision")}
     return RunSettings.parse(chosen, "settings")
 
 
