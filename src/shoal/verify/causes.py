@@ -53,12 +53,12 @@ def _torn(a: np.ndarray, copies: list[Copy], near: float) -> str | None:
         same = list(group)
         distinct: list[Copy] = []
         for copy in same:
-            if all(_away(copy.value, known.value) > near / 10 for known in distinct):
+            if all(largest_difference(copy.value, known.value) > near / 10 for known in distinct):
                 distinct.append(copy)
         if len(distinct) == 1:
             continue
         wanted, ranks = a[same[0].place], ", ".join(str(copy.rank) for copy in distinct)
-        right = [str(copy.rank) for copy in distinct if _away(copy.value, wanted) <= near]
+        right = [str(copy.rank) for copy in distinct if largest_difference(copy.value, wanted) <= near]
         if right:
             return f"ranks {ranks} hold different values, and rank {right[0]} holds the right one"
         total = np.sum([copy.value.astype(np.float64) for copy in distinct], axis=0)
@@ -68,8 +68,14 @@ def _torn(a: np.ndarray, copies: list[Copy], near: float) -> str | None:
     return None
 
 
-def _away(a: np.ndarray, b: np.ndarray) -> float:
-    away = np.abs(a.astype(np.float64) - b) if a.size else np.zeros(1)
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """max|a - b|; what is not finite in both alike does not count, in one alone is infinitely far."""
+    if not a.size:
+        return 0.0
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        away = np.where(same, 0.0, np.abs(a - b))
     return float(np.where(np.isnan(away), math.inf, away).max())
 
 
@@ -79,7 +85,7 @@ def _ratio(a: np.ndarray, b: np.ndarray, near: float) -> float | None:
     if not square or not np.isfinite(b).all():
         return None
     ratio = float((a * b).sum()) / square
-    return ratio if _away(ratio * a, b) <= near * max(1.0, abs(ratio)) else None
+    return ratio if largest_difference(ratio * a, b) <= near * max(1.0, abs(ratio)) else None
 
 
 def _ratio_text(ratio: float, degrees: dict[str, int], near: float = LOOSE) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.verify.causes import Found, cause, common_cause, degrees_of, loss_cause
+from shoal.verify.causes import Found, cause, common_cause, degrees_of, largest_difference, loss_cause
 from shoal.verify.recording import Copy, Recording, Step
 
 FLOOR = 1e-3  # of the largest tensor of a kind: smaller ones are measured against this
@@ -166,17 +166,6 @@ def _error(whole: np.ndarray, copies: list[Copy], scale: float) -> float:
         covered[copy.place] = True
         worst = max(worst, largest_difference(whole[copy.place], copy.value))
     return worst / scale if covered.all() else math.inf
-
-
-def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """max|a - b|; what is not finite in both alike does not count, in one alone is infinitely far."""
-    if not a.size:
-        return 0.0
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    with np.errstate(invalid="ignore"):
-        away = np.where(same, 0.0, np.abs(a - b))
-    return float(np.where(np.isnan(away), math.inf, away).max())
 
 
 def relative(a: float, b: float) -> float:
