@@ -87,8 +87,17 @@ def test_the_halved_gradient_is_found_in_low_precision_too_and_rounding_is_not()
     assert found.first_difference == "step 1: gradient of 'blocks.0.feed.0.weight'"
     report = verify("replicate=2", steps=2, precision="fp32")
     assert report.ok and 1e-9 < report.layouts[0].max_rel_grad < 1e-3
-    assert any("by moving each weight of the one-device run by 6.0e-08" in note for note in report.notes)
+    assert any("by moving each weight of the one-device run by 1.2e-07" in note for note in report.notes)
     assert any("6 times what that changed is allowed" in note for note in report.notes)
+
+
+def test_rounding_that_adam_makes_large_is_told_from_a_tiny_mistake() -> None:
+    report = verify("replicate=2", steps=2, fields={"shifted": True})
+    assert report.ok and report.layouts[0].max_rel_weight > 1e-4, "a weight without a gradient moves by its noise"
+    assert any("fp64: what counts as rounding was measured" in note for note in report.notes)
+    found = wrong("tiny-error")
+    assert found.first_difference == "step 1: gradient of 'blocks.0.feed.0.weight'"
+    assert found.max_rel_grad == pytest.approx(1e-7, rel=1e-3)
 
 
 def test_dropout_is_off_on_both_sides_and_that_is_said() -> None:
@@ -145,7 +154,13 @@ def test_a_plan_is_verified_in_the_precision_asked_for(tmp_path: Path) -> None:
 
     file = tmp_path / "plan.toml"
     Plan(
-        mesh=Mesh(pipeline=2), schedule="gpipe", precision="bf16", global_batch=8, micro_batch=2, accumulation=4
+        mesh=Mesh(pipeline=2),
+        schedule="gpipe",
+        precision="bf16",
+        global_batch=8,
+        micro_batch=2,
+        accumulation=4,
+        clip=0.1,
     ).write(file)
     report = shoal.verify(JOB, plan=str(file), steps=1)
     assert report.ok and report.layouts[0].mesh == "pipeline=2" and report.layouts[0].max_rel_grad < 1e-10

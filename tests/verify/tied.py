@@ -32,6 +32,19 @@ class Narrow(nn.LayerNorm):
         return super().forward(x.to(torch.float32).float()).type_as(x)
 
 
+class Shifted(nn.LayerNorm):
+    """One number added to all features, which the norm takes away: its gradient is zero but for rounding."""
+
+    def __init__(self, width):
+        import torch
+
+        super().__init__(width)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return super().forward(x + self.shift)
+
+
 class Noisy(nn.Linear):
     """Adds noise of its own."""
 
@@ -48,6 +61,7 @@ class Job(shoal.Job):
     dropout: float = 0.0
     fault: str = ""
     narrow: bool = False
+    shifted: bool = False
     noisy: bool = False
     broken: bool = False
 
@@ -55,6 +69,8 @@ class Job(shoal.Job):
         made = GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
         if self.narrow:
             made.blocks[0].norm_feed = Narrow(16)
+        if self.shifted:
+            made.blocks[0].norm_feed = Shifted(16)
         if self.noisy:
             made.blocks[1].feed[2] = Noisy(64, 16)
         if self.broken:
@@ -73,7 +89,7 @@ class Job(shoal.Job):
 
         if self.fault and dist.get_world_size() > 1:
             getattr(Faults, self.fault.replace("-", "_"))(model)
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-14 if self.shifted else 1e-8)
 
 
 class Faults:
@@ -108,6 +124,10 @@ class Faults:
     @staticmethod
     def part_of_a_gradient(model):
         change_gradient("blocks.1.attention.qkv.weight", lambda gradient: gradient[16:32].mul_(2))
+
+    @staticmethod
+    def tiny_error(model):
+        change_gradient("blocks.0.feed.0.weight", lambda gradient: gradient.mul_(1 + 1e-7))
 
     @staticmethod
     def wrong_sign(model):

@@ -15,9 +15,9 @@ from shoal.verify.recording import Copy, Recording, Step
 
 FLOOR = 1e-3  # of the largest tensor of a kind: smaller ones are measured against this
 FP64 = 1e-9  # what float64 may differ by
-MULTIPLE = 6  # in low precision: how much of what rounding alone does is allowed
-#: Unit roundoff of what each precision computes in.
-UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+MULTIPLE = 6  # where rounding is measured: how much of what it does is allowed
+#: By how much of themselves weights are moved to see what rounding does: no less would move any.
+UNITS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 KINDS = ("gradient", "weight", "buffer", "optimizer")
 
 Errors = dict[tuple[int, str], float]
