@@ -1,12 +1,16 @@
 """A job under layouts against one device, on real workers: what is right is equal, what is wrong is found and named."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 import shoal
-from shoal.core.errors import ConfigError, ModelError, WorkerFailure
+from shoal.core.errors import ConfigError, ModelError, NumericsError, WorkerFailure
+from shoal.engine.settings import RunSettings
+from shoal.launch.jobfile import load_class
 from shoal.verify import LayoutResult, Report
+from shoal.verify.probe import ProbedEntry
 
 pytestmark = pytest.mark.ranks
 
@@ -179,6 +183,27 @@ def test_a_plan_is_verified_in_the_precision_asked_for(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         shoal.verify(JOB, **asked)
+
+
+def test_a_world_that_others_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="in a world that torchrun or SLURM set up; run it without"):
+        shoal.verify(JOB, world=2)
+
+
+def test_a_job_object_is_verified_and_fresh_workers_can_be_sent_what_a_probe_needs(tmp_path: Path) -> None:
+    made = load_class(JOB)(tied=False)
+    report = shoal.verify(made, meshes="pipeline=2", global_batch=8, micro_batch=2, steps=1)
+    assert report.ok and report.layouts[0].split == {"pipeline": 1.0}
+    entry = ProbedEntry(made, RunSettings(), True, True, None, str(tmp_path), 0.5, "cpu")
+    sent = pickle.loads(pickle.dumps(entry))
+    assert (sent.folder, sent.unit, sent.device) == (str(tmp_path), 0.5, "cpu") and sent.job.tied is False
+
+
+def test_steps_that_cannot_be_applied_leave_nothing_to_compare() -> None:
+    with pytest.raises(NumericsError, match="on one device no step could be applied .*nothing to compare"):
+        verify("replicate=2", fields={"infinite": True})
 
 
 def test_fields_go_with_a_file_only() -> None:

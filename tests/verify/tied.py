@@ -64,6 +64,7 @@ class Job(shoal.Job):
     shifted: bool = False
     noisy: bool = False
     broken: bool = False
+    infinite: bool = False
 
     def model(self):
         made = GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
@@ -82,6 +83,8 @@ class Job(shoal.Job):
 
     def loss(self, output, targets):
         total = F.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        if self.infinite:
+            total = total * float("inf")
         return shoal.Loss(total, (targets != -100).sum())
 
     def optimizer(self, model):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import ConfigError, ModelError, NumericsError, WorkerFailure
+from shoal.core.errors import ConfigError, DataError, ModelError, NumericsError, WorkerFailure
 from shoal.core.fields import flat
 from shoal.engine.resolve import OF_PLAN, resolve
 from shoal.engine.settings import RunSettings
@@ -23,6 +23,7 @@ from shoal.job import Job
 from shoal.launch.jobfile import LoadingStops, load_class, loading, make_job, make_settings, origins
 from shoal.launch.local import run_workers
 from shoal.launch.worker import error_path
+from shoal.launch.world import find_world
 from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.ranks import data_ranks, factorisations
@@ -52,7 +53,7 @@ HINTS = (
         "map-style data",
     ),
 )
-REFUSALS = (ConfigError.__name__, ModelError.__name__)
+REFUSALS = (ConfigError.__name__, DataError.__name__, ModelError.__name__)
 
 
 def verify(
@@ -100,6 +101,11 @@ def _verify(
     given: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Report:
+    if find_world() is not None:
+        raise ConfigError(
+            "verify starts workers of its own, one device's and each layout's, and was called in a world that torchrun "
+            "or SLURM set up; run it without"
+        )
     layouts = _layouts(meshes, world, given)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = Runs(job, names, Path(folder), max(layout.size for layout in layouts), tell)
