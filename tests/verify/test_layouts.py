@@ -89,6 +89,7 @@ def test_other_faults_are_told_apart() -> None:
 def test_the_halved_gradient_is_found_in_low_precision_too_and_rounding_is_not() -> None:
     found = wrong("halved-gradient", precision="bf16")
     assert found.first_difference == "step 1: gradient of 'blocks.0.feed.0.weight'"
+    assert "wrong divisor: every gradient is 0.5 x" in wrong("wrong-divisor", precision="fp32").reason
     report = verify("replicate=2", steps=2, precision="fp32")
     assert report.ok and 1e-9 < report.layouts[0].max_rel_grad < 1e-3
     assert any("by moving each weight of the one-device run by 1.2e-07" in note for note in report.notes)
