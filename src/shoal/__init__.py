@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.job import Loss as Loss
     from shoal.launch.prepare import prepare as prepare
     from shoal.launch.train import train as train
+    from shoal.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -29,7 +30,7 @@ _HOME = {
     "warmup_cosine": "shoal.engine.lr_schedule",
     "warmup_linear": "shoal.engine.lr_schedule",
 }
-_MODULES = {"checkpoint": "shoal.checkpoint"}
+_MODULES = {"checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
 __all__ = [
     "Job",
     "Loss",
@@ -37,6 +38,7 @@ __all__ = [
     "load_weights",
     "prepare",
     "train",
+    "verify",
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shoal.cli import checkpoint, train
+from shoal.cli import checkpoint, train, verify
 
 app = typer.Typer(
     name="shoal",
@@ -14,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", help=train.HELP)(train.command)
+app.command("verify", help=verify.HELP)(verify.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

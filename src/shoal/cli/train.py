@@ -12,10 +12,11 @@ from shoal.engine.settings import RunSettings
 HELP = "Train the Job in FILE on every worker of this machine, or in the world that torchrun or SLURM set up."
 
 
-def _flags() -> list[inspect.Parameter]:
-    """One keyword flag per field of RunSettings; None: not given on the command line."""
+def flags_of(defaults: dict[str, str]) -> list[inspect.Parameter]:
+    """A keyword flag per named field of RunSettings; None: not given. ``defaults``: the command's own, where not ""."""
     found = []
-    for name, field in RunSettings.model_fields.items():
+    for name, own in defaults.items():
+        field = RunSettings.model_fields[name]
         flag = "--" + name.replace("_", "-")
         kind: Any = field.annotation
         shown = (
@@ -23,7 +24,11 @@ def _flags() -> list[inspect.Parameter]:
             if field.default is None
             else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
         )
-        text = (field.description or "") + shown
+        text = (
+            (field.description or "").partition(" (default:")[0] + f" (default: {own})"
+            if own
+            else (field.description or "") + shown
+        )
         if kind is bool:
             annotation: Any = Annotated[bool | None, typer.Option(flag, help=text)]
         elif name == "sinks":
@@ -72,7 +77,8 @@ def command(
 
 
 _signature = inspect.signature(command)
+_flags = flags_of(dict.fromkeys(RunSettings.model_fields, ""))
 command.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # typer reads flags from the signature
-    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags()
+    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags
 )
-command.__annotations__.update({p.name: p.annotation for p in _flags()})
+command.__annotations__.update({p.name: p.annotation for p in _flags})

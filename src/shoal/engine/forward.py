@@ -148,6 +148,8 @@ def forward_backward(run: Run, window: Window, scale: float) -> Tally:
                 "check for .detach(), torch.no_grad() or a frozen model"
             )
         tally.add(loss)
+        if run.hooks.observer:
+            run.hooks.observer.micro_batch(each, loss)
         return loss.sum * scale
 
     micros = padded(window.micro_batches, run.forwards.least(len(window.micro_batches)))
@@ -162,6 +164,8 @@ def passes(
     for number, micro in enumerate(micros):
         each = Pass(run, micro, end, (run.settings.seed, window.index, number, run.layout.data_rank))
         count_into(tally, each)
+        if run.hooks.observer:
+            run.hooks.observer.takes(each)
         yield each
 
 

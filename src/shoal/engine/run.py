@@ -24,6 +24,7 @@ from shoal.engine.held import Held, local
 from shoal.engine.layout import Layout
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.names import plain
+from shoal.engine.observer import Observer
 from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.parts import Gradients
 from shoal.engine.precision import Precision, Scaler
@@ -41,11 +42,12 @@ SIGNALS = ("stop", "ended", "written", "failed", "save_calls")
 
 @dataclass(frozen=True)
 class Hooks:
-    """What surrounds a run: how to report progress, and whether a stop was asked for. Reads nothing back."""
+    """What surrounds a run: how to report progress, whether a stop was asked for, who looks on. Reads nothing back."""
 
     beat: Callable[[int, str], None] = lambda step, phase: None
     stop_requested: Callable[[], bool] = lambda: False
     tell: Callable[[str], None] = lambda text: None
+    observer: Observer | None = None
 
 
 @dataclass

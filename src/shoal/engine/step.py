@@ -63,10 +63,13 @@ def train_step(run: Run, window: Window) -> StepReport:
     lr = run.schedule.lr
     apply(run, verdict)  # optimizer with one factor, lr_schedule, scaler, gradients freed
     run.enter("other")
-    return StepReport(
+    report = StepReport(
         window.index + 1, window.epoch, verdict.loss, verdict.grad_norm, lr, verdict.count,
         window.global_samples, verdict.tokens, verdict.padded_tokens, verdict.applied, verdict.reason,
     )  # fmt: skip
+    if run.hooks.observer:
+        run.hooks.observer.stepped(run, report)
+    return report
 
 
 def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = None) -> list[float]:
@@ -120,6 +123,8 @@ def apply(run: Run, verdict: Verdict) -> None:
     run.watch.equalise(verdict.changed_buffers)
     if verdict.applied:
         run.buckets.assign(used for used, held in zip(verdict.used, run.holds, strict=True) if held)
+        if run.hooks.observer:
+            run.hooks.observer.gradients(run, verdict)
         with run.precision.user_code():  # an optimizer makes its counters in the default dtype
             if not run.optimizer.step(verdict.factor):
                 run.buckets.scale(verdict.factor)

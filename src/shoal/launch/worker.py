@@ -92,6 +92,7 @@ def register_stacks(folder: Path, rank: int) -> None:
 def leave_error(path: Path, rank: int, error: BaseException) -> None:
     """Write the error, when it happened and whether its message alone is enough, atomically."""
     row: dict[str, Any] = {"rank": rank, "time_s": time.monotonic(), "plain": isinstance(error, ShoalError)}
+    row["kind"] = type(error).__name__
     row["text"] = error_text(error)
     row["victim"] = not row["plain"] and any(sign in str(error) for sign in _VICTIM_SIGNS)
     _write(path, json.dumps(row))

@@ -1,0 +1,1 @@
+"""The model cut into stages along the pipeline axis."""
