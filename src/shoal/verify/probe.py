@@ -33,12 +33,13 @@ class Held(NamedTuple):
 
 
 def held(run: Run, name: str, tensor: Tensor) -> Held:
-    """What ``tensor`` is of parameter ``name``, or of a gradient or moment of its shape: all of it, or nothing (meta).
-
-    The one place that knows of layouts which divide tensors.
-    """
-    shape = tuple(tensor.shape)
-    return Held(shape, [] if tensor.is_meta else [(tensor, (0,) * tensor.dim())])
+    """Which regions ``tensor`` holds of parameter ``name``, or of a gradient or moment of its shape."""
+    if tensor.is_meta:
+        return Held(run.held.shape(name, tensor), [])
+    if not tensor.dim():  # a counter, which every rank keeps
+        return Held((), [(tensor, ())])
+    piece = run.held.piece(name, tensor)
+    return Held(piece.shape, [(part.tensor, part.offsets) for part in piece.parts])
 
 
 class Probe:
