@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,14 @@ pytestmark = pytest.mark.unit
 
 
 def test_help_answers_at_once_without_torch(tmp_path: Path) -> None:
-    tries = [shoal("--help", cwd=tmp_path) for _ in range(3)]
-    assert all(result.status == 0 and "train" in result.out for result in tries)
-    assert min(result.seconds for result in tries) < 0.4
+    tries = []
+    for _ in range(3):  # processor time: what the command itself takes, whatever else the machine does
+        before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+        result = shoal("--help", cwd=tmp_path)
+        assert result.status == 0
+        assert "train" in result.out
+        tries.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before)
+    assert min(tries) < 0.4
     listed = call([sys.executable, "-X", "importtime", "-m", "shoal", "train", "--help"], tmp_path)
     imported = {line.rpartition("|")[2].strip() for line in listed.err.splitlines() if line.startswith("import time:")}
     assert "shoal.cli.train" in imported
