@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.core.errors import ConfigError
+from shoal.launch import worker
 from shoal.launch.local import run_workers
 from shoal.launch.stop import STOP
 from shoal.launch.watch import Watch
@@ -90,7 +91,10 @@ def main() -> int:
     case, out, workers, restarts = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     port = int(sys.argv[5]) if len(sys.argv) > 5 else None
     print(f"launcher={os.getpid()}", flush=True)
-    watch = Watch(least_s=1.0, pause_s=30.0, stacks_s=0.5)
+    watch = Watch(least_s=1.0, pause_s=2.0 if case == "unborn" else 30.0, stacks_s=0.5)
+    if case == "unborn":  # as a fork that waits for a thread which its parent had
+        register = worker.register_stacks
+        worker.register_stacks = lambda folder, rank: time.sleep(600) if rank == 1 else register(folder, rank)
     try:
         return run_workers(functools.partial(entry, case, out), workers, out, restarts, "cpu", port, watch)
     except ConfigError as error:

@@ -186,6 +186,12 @@ def test_the_ranks_that_others_wait_for_are_named_with_every_stack(tmp_path):
     assert "in fault" in stderr and "all_reduce" in stderr
 
 
+def test_a_rank_that_never_begins_is_named(tmp_path):
+    code, _, stderr = run("unborn", tmp_path, 2)
+    assert code == 1
+    assert stderr.splitlines()[-1] == "error: rank 1 did not begin in 2 s after the process was made; start again"
+
+
 def test_a_frozen_process_is_named_and_does_not_hold_up_the_end(tmp_path):
     code, _, stderr = run("frozen", tmp_path, 2)
     assert code == 1

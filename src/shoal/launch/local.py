@@ -124,7 +124,7 @@ class _Attempt:
     def run(self, port: int | None, asked: _Asked) -> tuple[int, _Failure | None]:
         """The workers' exit code, or why they failed."""
         for rank in range(self.workers):
-            for path in (error_path(self.folder, rank), done_path(self.folder, rank)):
+            for path in (error_path(self.folder, rank), done_path(self.folder, rank), stack_path(self.folder, rank)):
                 path.unlink(missing_ok=True)
         store = _host_store(port)
         context = self._start(store, asked)
@@ -236,6 +236,11 @@ class _Attempt:
 
     def _look(self, now_s: float) -> _Failure | None:
         """A failure that names who is behind, with every rank's stack, when nobody moves."""
+        away = [rank for rank in self._pids if not stack_path(self.folder, rank).exists()]
+        if away and now_s - self._since_s > self.watch.pause_s:
+            names = f"rank{'s' if len(away) > 1 else ''} {', '.join(map(str, away))}"
+            short = f"{names} did not begin in {self.watch.pause_s:.0f} s"
+            return _Failure(f"error: {short} after the process was made; start again", short, 1)
         slots = self._beats.slots()
         found = overdue(slots, now_s, self._since_s, self.watch)
         if found is None:
