@@ -372,7 +372,6 @@ class _Part(_Pass):
         given = list(tensors(result))
         if event.changes:
             given = [real_args[0], *(tensor for tensor in given if tensor is not real_args[0])]
-            self.number(args[0], event.gives[0])  # whoever still holds the placeholder reads the new value
         for tensor, number in zip(given, event.gives, strict=True):
             self.number(tensor, number)
             self.known[number] = tensor
