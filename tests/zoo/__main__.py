@@ -25,7 +25,8 @@ Written by `{command}` on {date}, torch {torch}, transformers {transformers}.
 A cell says what happened, the largest error, and the largest share of the weights that one rank holds. *split*: it
 trained, and the layout divides what it says. *whole*: it trained and is right, but the tensor axis divides less than
 half of the weights' bytes, so it is not called split; the share is told. *refused*: before the first step, with the
-reason below.
+reason below. Mixtral runs with `experts_implementation="batched_mm"`; the Fourier operator keeps its complex weights as
+pairs of real numbers.
 """
 
 
