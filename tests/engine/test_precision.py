@@ -184,3 +184,27 @@ def test_float16_finds_its_scale_and_then_trains(tmp_path):
         assert all(applied[first:])
         assert scale == 2.0 ** (40 - first)
         assert loss < 1.5
+
+
+class Turns(nn.Module):
+    """A complex weight, made in single precision, as Fourier layers have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x * self.weight).abs()
+
+
+def test_fp64_keeps_the_imaginary_parts_of_weights_and_inputs(tmp_path):
+    def body(rank):
+        rows = Rows([(torch.tensor([3 + 4j], dtype=torch.complex64), 0)] * 4)
+        run = start(job(model=Turns, data=rows, loss=mean), tmp_path, steps=1, global_batch=4, precision="fp64")
+        (told,) = [run.step(window) for window in run.windows()]
+        run.close()
+        return told.loss, run.model.weight.dtype
+
+    loss, dtype = run_ranks(body, 1)[0]
+    assert dtype is torch.complex128
+    assert loss == pytest.approx(5 * 5**0.5, rel=1e-14)

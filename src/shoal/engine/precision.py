@@ -17,6 +17,13 @@ FIRST_SCALE = 65536.0  # of a mean loss, as in torch.amp.GradScaler
 GROWTH_INTERVAL = 2000  # good steps before the scale doubles, as in torch.amp.GradScaler
 
 
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """float64 for a floating dtype, complex128 for a complex one; another as it is."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 class Precision:
     """What runs in which dtype: ``fp32``, ``bf16`` and ``fp16`` by autocast over forward and loss, ``fp64`` whole."""
 
@@ -45,9 +52,11 @@ class Precision:
             torch.set_default_dtype(before)
 
     def place(self, value: Any, device: torch.device) -> Any:
-        """Move a batch to ``device``; in fp64 floating tensors become float64. Containers keep their type."""
+        """Move a batch to ``device``; in fp64 floating tensors become float64, complex ones complex128.
+
+        Containers keep their type."""
         if isinstance(value, Tensor):
-            dtype = torch.float64 if self.default_dtype and value.is_floating_point() else value.dtype
+            dtype = widest(value.dtype) if self.default_dtype else value.dtype
             return value.to(device=device, dtype=dtype, non_blocking=True)
         if isinstance(value, Mapping):
             return {key: self.place(item, device) for key, item in value.items()}
@@ -66,7 +75,7 @@ class Precision:
                 raised.append(f"{name} ({str(param.dtype).removeprefix('torch.')})")
                 param.data = param.data.to(wide)
         if self.default_dtype:
-            model.to(wide)
+            model._apply(lambda tensor: tensor.to(widest(tensor.dtype)))  # .to(float64) would drop imaginary parts
         if not raised:
             return []
         more = f" and {len(raised) - 3} more" if len(raised) > 3 else ""

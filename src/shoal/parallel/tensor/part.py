@@ -49,10 +49,11 @@ def marked(tensor: Tensor, split: Split, group: Group) -> Part:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Collective. The whole tensor of a part; what is no part as it is."""
+    """Collective. The whole tensor of a part; what is no part as it is. No function mode sees it happen: it is no
+    operation of the model's (a pipeline stage holds those against what it recorded)."""
     if not isinstance(tensor, Part):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return gather(tensor, tensor._split, tensor._group)
 
 
