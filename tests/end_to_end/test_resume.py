@@ -84,7 +84,7 @@ def test_an_error_of_the_user_ends_the_run_and_resume_repeats_it_to_the_bit(whol
     assert processes_of("raised") == []
     resumed = shoal("train", "tiny.py", *RUN, "--resume", "--out", "raised", cwd=folder)
     assert resumed.status == 0, resumed.err
-    assert "after step 12" in resumed.out + resumed.err
+    assert re.search(r"after step (4|8|12)\b", resumed.out + resumed.err), "whichever save was written when it failed"
     assert_same_bits(folder / "whole", folder / "raised")
 
 

@@ -13,7 +13,8 @@ from shoal.blueprint.structures import tensors
 from shoal.core.errors import ConfigError, ModelError
 from shoal.models.gpt import GPT
 from shoal.parallel.pipeline.chunks import holders, stages_of
-from shoal.parallel.pipeline.skeleton import Skeleton, unit_paths
+from shoal.parallel.pipeline.skeleton import Skeleton
+from shoal.parallel.pipeline.units import unit_paths
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,6 @@ computed on every stage from the inputs, which all stages have, so it never cros
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed import ProcessGroup
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
 from shoal.blueprint.structures import mapped, stands_for_parameter, tensors
 from shoal.core.errors import ModelError
+from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
 
 
 class Event(NamedTuple):
@@ -97,76 +96,6 @@ class Skeleton:
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def shapes_of(model: nn.Module, units: Iterable[str]) -> nn.Module:
-    """A copy of ``model`` without data: parameters, and buffers of units that have parameters, on the meta device."""
-    inside = [
-        m for path in units for m in model.get_submodule(path).modules() if _has_parameters(model.get_submodule(path))
-    ]
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        for param in model.parameters()
-    }
-    for module in inside:
-        for buffer in module.buffers(recurse=False):
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    groups = (value for module in model.modules() for value in vars(module).values())
-    memo |= {id(group): group for group in groups if isinstance(group, ProcessGroup)}
-    return copy.deepcopy(model, memo)
-
-
-def unit_paths(model: nn.Module) -> list[str]:
-    """Paths of a model's units: repeated blocks, and the modules beside them and beside what contains them.
-
-    Repeated blocks are the outermost lists (or sequences) of two or more modules of one class; what contains them runs
-    its own Python code on every stage. A model without any is cut between the root's own modules.
-    """
-    opened = {""}
-    for path, module in model.named_modules():
-        if _is_block_list(module) and not _inside_block(path, model):
-            parts = path.split(".") if path else []
-            opened |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
-    paths: list[str] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            below = f"{path}.{name}" if path else name
-            if below in opened or _never_called(child):
-                visit(below, child)
-            else:
-                paths.append(below)
-
-    visit("", model)
-    first = {}
-    for path in paths:
-        first.setdefault(id(model.get_submodule(path)), path)
-    return list(first.values())
-
-
-def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the repeated blocks among the units."""
-    return [path for path in unit_paths(model) if _is_block_list(model.get_submodule(path.rpartition(".")[0]))]
-
-
-def _is_block_list(module: nn.Module) -> bool:
-    children = list(module.children())
-    return (
-        isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(children) > 1
-        and len({type(child) for child in children}) == 1
-        and any(True for _ in children[0].children())
-    )
-
-
-def _inside_block(path: str, model: nn.Module) -> bool:
-    """Whether a module lies inside a block of an outer list."""
-    parts = path.split(".")
-    return any(_is_block_list(model.get_submodule(".".join(parts[:length]))) for length in range(len(parts)))
-
-
-def _never_called(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-
-
 class _LeaveForward(Exception):
     """Raised after a stage's last event; hooks that are always called are called on the way out."""
 
@@ -235,10 +164,6 @@ def _name(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__name__", str(func))
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 class _Recorder(_Pass):
     """Finds the events: units and operations that depend on parameters run on fake tensors, the rest for real."""
 
@@ -263,7 +188,7 @@ class _Recorder(_Pass):
         return self.event(name, reads, [self.skeleton.names[id(p)] for p in direct], result, changed)
 
     def unit(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not _has_parameters(module) and not any(self.of_model(t) for t in tensors((args, kwargs))):
+        if not has_parameters(module) and not any(self.of_model(t) for t in tensors((args, kwargs))):
             return _inside(self, run, args, kwargs)
         own = {name: self.fake(t) for name, t in module.named_parameters()}
         own |= {name: self.skeleton.fake_of(t) for name, t in module.named_buffers()}
@@ -352,7 +277,7 @@ class _Part(_Pass):
         return result
 
     def unit(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not _has_parameters(module) and not any(self.of_model(t) for t in tensors((args, kwargs))):
+        if not has_parameters(module) and not any(self.of_model(t) for t in tensors((args, kwargs))):
             return _inside(self, run, args, kwargs)
         return self.event(f"unit {path}", run, args, kwargs)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
-from shoal.parallel.pipeline.skeleton import block_paths
+from shoal.parallel.pipeline.units import block_paths
 from shoal.plan.plan import Recompute
 
 

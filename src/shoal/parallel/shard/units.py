@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.blueprint.facts import Parameter
 from shoal.core.errors import ModelError
-from shoal.parallel.pipeline.skeleton import unit_paths
+from shoal.parallel.pipeline.units import unit_paths
 from shoal.parallel.shard.spec import check, parts
 
 
