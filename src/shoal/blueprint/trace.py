@@ -7,6 +7,7 @@ and outputs), and gives attention, norms and losses as the single operations tha
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sampl
         ):
             result = functional_call(model, held, fake_args, fake_kwargs)
     except Exception as error:
-        where = f"module {watcher.stack[-1] or type(model).__name__!r} ({type(model).__name__})"
+        failed = watcher.failed or ""
+        where = f"module {failed!r} ({type(model.get_submodule(failed)).__name__})" if failed else type(model).__name__
         raise ModelError(
             f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}; keep values of tensors out of the control flow"
@@ -78,6 +80,7 @@ class _Watcher(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Tensor] = list(held.values())
         self.stack: list[str] = [""]
+        self.failed: str | None = None  # the innermost module that an error came from
         self.flop_counter = FlopCounterMode(display=False)
         self.counted_flops = 0
         self.kept_storages: set[int] = set()
@@ -87,7 +90,9 @@ class _Watcher(TorchFunctionMode):
         self.stack.append(self.stack[-1] if path is None else path)
 
     def leave(self, path: str | None) -> None:
-        self.stack.pop()
+        left = self.stack.pop()
+        if self.failed is None and sys.exc_info()[0] is not None:
+            self.failed = left
 
     def taken(self, fakes: FakeTensorMode, value: Any) -> Any:
         """The model's inputs as fake tensors."""

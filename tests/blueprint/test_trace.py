@@ -1,0 +1,129 @@
+"""The blueprint of a model: operations as its code asks for them, exact counts, and what cannot be traced."""
+
+import pytest
+import torch
+from tests.small_jobs import LM
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.blueprint.facts import Ref
+from shoal.blueprint.trace import trace
+from shoal.core.errors import ModelError
+from shoal.models.gpt import GPT
+
+pytestmark = pytest.mark.unit
+
+GPT_SIZES = {"vocabulary": 61, "width": 32, "layers": 3, "heads": 4, "context": 16}
+
+
+def gpt_blueprint(samples=2, length=16, **changes):
+    model = GPT(**{**GPT_SIZES, **changes})
+    return model, trace(model, (torch.zeros(samples, length, dtype=torch.long),), {}, samples)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(2, 16), (1, 9)])
+def test_flops_are_the_stated_formula_to_the_unit(samples, length):
+    """Utilisation used inconsistent counts: the embedding in or out, attention ignored.
+
+    A forward and backward of a token is 6 x (weights that multiply it) + 12 x layers x width x sequence.
+    https://github.com/pytorch/torchtitan/issues/452 https://github.com/pytorch/torchtitan/issues/1989
+    """
+    model, blueprint = gpt_blueprint(samples, length)
+    multiplied = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "tokens" not in name)
+    multiplied -= model.positions.weight.numel()
+    wanted = 6 * multiplied + 12 * GPT_SIZES["layers"] * GPT_SIZES["width"] * length
+    assert 3 * blueprint.flops() == wanted * samples * length
+    assert blueprint.flops() == sum(blueprint.flops(path) for path in ("blocks", "head"))
+
+
+def test_bytes_kept_for_backward_are_what_autograd_keeps():
+    model, blueprint = gpt_blueprint()
+    kept = {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(torch.zeros(2, 16, dtype=torch.long))
+    assert output.requires_grad
+    assert blueprint.kept_bytes() == sum(size for size, _ in kept.values())
+
+
+def test_parameters_are_listed_once_with_their_other_names():
+    _, blueprint = gpt_blueprint(tied=True)
+    table = blueprint.parameter["tokens.weight"]
+    assert table.ties == ("head.weight",)
+    assert blueprint.parameter["head.weight"] is table
+    assert [p.name for p in blueprint.parameters].count("head.weight") == 0
+    assert table.bytes == 61 * 32 * 4
+
+
+def test_attention_and_norms_are_single_operations_in_their_modules():
+    _, blueprint = gpt_blueprint()
+    names = [operation.name for operation in blueprint.within("blocks.1")]
+    assert names.count("scaled_dot_product_attention") == 1
+    assert names.count("layer_norm") == 2
+    assert {operation.module for operation in blueprint.within("blocks.1.attention")} >= {"blocks.1.attention.qkv"}
+
+
+def test_the_flow_of_data_goes_from_inputs_to_outputs():
+    model = LM()
+    blueprint = trace(model, (torch.zeros(2, 5, dtype=torch.long),), {}, 2)
+    reached = set(blueprint.inputs)
+    for operation in blueprint.operations:
+        if operation.parameters or reached & set(operation.reads):
+            reached |= set(operation.gives)
+    assert set(blueprint.outputs) <= reached
+    assert all(blueprint.values[number].of_model for number in blueprint.outputs)
+    assert not any(blueprint.values[number].of_model for number in blueprint.inputs)
+
+
+class Odd(nn.Module):
+    """Keyword inputs, an operation in place, an index, a dict as the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: float, mask: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.layer(x)
+        y += 1
+        return {"y": functional.softmax(y[:, 1:] * scale, dim=-1)}
+
+
+def test_arguments_are_kept_as_plain_values():
+    blueprint = trace(Odd(), (torch.zeros(2, 4),), {"scale": 0.5}, 2)
+    by_name = {operation.name: operation for operation in blueprint.operations}
+    assert by_name["add"].in_place
+    assert by_name["linear"].arguments[1:] == (Ref("layer.weight"), Ref("layer.bias"))
+    assert by_name["mul"].arguments[1] == 0.5
+    assert dict(by_name["softmax"].keywords)["dim"] == -1
+    assert [blueprint.values[number].shape for number in blueprint.outputs] == [(2, 3)]
+
+
+def test_tracing_computes_nothing_and_changes_nothing():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trace(model, (torch.ones(3, 4),), {}, 3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert trace(nn.Linear(4, 2, device="meta"), (torch.ones(3, 4),), {}, 3).flops() == 2 * 3 * 4 * 2
+
+
+def test_a_model_that_needs_its_values_is_refused_with_the_module():
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(ModelError, match="the model cannot be traced: module '1' .* keep values of tensors out"):
+        trace(nn.Sequential(nn.Linear(2, 2), Decides()), (torch.ones(1, 2),), {})
