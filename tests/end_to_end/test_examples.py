@@ -64,3 +64,21 @@ def test_own_loop_is_the_same_under_torchrun(results: tuple[Path, dict[str, Resu
         assert "step 32: loss" in found[name].out
         assert re.search(r"held out: \{'loss': 0\.\d+", found[name].out)
         assert saved(folder / name)[1]["step"] == 32
+
+
+@pytest.mark.parametrize(
+    ("example", "sizes", "mesh"),
+    [
+        ("hf_llama.py", ("layers=2", "width=16", "heads=2", "context=16"), "pipeline=2"),
+        ("operator.py", ("samples=32", "held_out=8", "width=8", "layers=2"), "shard=2"),
+    ],
+)
+def test_examples_compute_the_same_under_a_mesh(
+    tmp_path: Path, example: str, sizes: tuple[str, ...], mesh: str
+) -> None:
+    words = ("--mesh", mesh, "--steps", "2", "--global-batch", "8", "--json")
+    result = shoal("verify", EXAMPLES / example, *sizes, *words, cwd=tmp_path)
+    assert result.status == 0, result.err
+    (found,) = json.loads(result.out.splitlines()[-1])["layouts"]
+    assert found["status"] == "equal"
+    assert found["split"][mesh.partition("=")[0]] > 0.9
