@@ -37,12 +37,14 @@ class Exactly(TorchFunctionMode):
         self.lift = lift
         self.dropped = False  # whether there was a dropout to switch off
         self.lifted = False
+        self.paused = False  # while the optimizer runs, whose counters are float32 by its own choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in DROPOUT:
             args, kwargs = self._keep_all(*DROPOUT[func], list(args), kwargs)
-        if self.lift and (torch.get_default_dtype() is torch.float64 or torch._C._current_graph_task_id() >= 0):
+        wide = torch.get_default_dtype() is torch.float64 or torch._C._current_graph_task_id() >= 0
+        if self.lift and wide and not self.paused:
             func, args, kwargs = self._wide(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -49,8 +49,8 @@ class Probe:
     own names; several regions of one are told apart by a number. Gradients are as the optimizer takes them.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path, rank: int, mode: Exactly | None = None) -> None:
+        self.folder, self.rank, self.mode = folder, rank, mode
         self.micros: list[dict[str, Any]] = []
         self.ids: list[list[int]] = []
         self.tensors: dict[str, Held] = {}
@@ -75,13 +75,17 @@ class Probe:
                 )
 
     def gradients(self, run: Run, verdict: Verdict) -> None:
-        """Every gradient times the factor."""
+        """Every gradient times the factor. The optimizer comes next."""
+        if self.mode is not None:
+            self.mode.paused = True
         for name, param in run.model.named_parameters():
             if param.grad is not None and not param.is_meta:
                 self._keep(run, "gradient", plain(name), param.grad.detach() * verdict.factor)
 
     def stepped(self, run: Run, report: StepReport) -> None:
         """Weights, buffers and optimizer; then all of the step goes to disk."""
+        if self.mode is not None:
+            self.mode.paused = False
         weights = {plain(name) for name, _ in run.model.named_parameters()}
         for key, tensor in model_tensors(run.model)[0].items():
             name = key.removeprefix("model/")
@@ -137,7 +141,7 @@ class ProbedEntry(Entry):
         device = join(world, self.device)
         notes: list[str] = []
         mode = Exactly(lift=self.settings.precision == "fp64")
-        probe = Probe(Path(self.folder), world.rank)
+        probe = Probe(Path(self.folder), world.rank, mode)
         hooks = Hooks(beat=beats.beat, tell=notes.append, observer=probe)
         torch.autograd.set_multithreading_enabled(False)  # recomputation in backward is to be seen by the mode too
         with mode:
