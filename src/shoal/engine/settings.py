@@ -59,7 +59,7 @@ class RunSettings(Settings):
     compile: bool = Field(False, description="compile the model with torch.compile")
     ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged weights (default: none)")
     kernels: Literal["auto", "default"] = Field(
-        "auto", description="auto: the fastest float32 matrix product whose error is float32's"
+        "auto", description="auto: the fastest float32 matrix product whose error is float32's, if it gains"
     )
     max_skips: int = Field(10, ge=1, description="steps skipped in a row before the run stops")
     debug_collectives: bool = Field(
