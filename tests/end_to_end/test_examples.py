@@ -70,7 +70,7 @@ def test_own_loop_is_the_same_under_torchrun(results: tuple[Path, dict[str, Resu
     ("example", "sizes", "mesh"),
     [
         ("hf_llama.py", ("layers=2", "width=16", "heads=2", "context=16"), "pipeline=2"),
-        ("operator.py", ("samples=32", "held_out=8", "width=8", "layers=2"), "shard=2"),
+        ("burgers.py", ("samples=32", "held_out=8", "width=8", "layers=2"), "shard=2"),
     ],
 )
 def test_examples_compute_the_same_under_a_mesh(

@@ -3,8 +3,8 @@
 u_t + u u_x = nu u_xx, periodic on [0, 1): from u(x, 0) to u(x, 1). Reports the relative L2 error on held-out states.
 After Li et al., "Fourier neural operator for parametric partial differential equations", arXiv:2010.08895.
 
-shoal train examples/operator.py
-shoal train examples/operator.py --mesh pipeline=2,shard=2 --workers 4
+shoal train examples/burgers.py
+shoal train examples/burgers.py --mesh pipeline=2,shard=2 --workers 4
 """
 
 from typing import ClassVar
