@@ -36,3 +36,10 @@ def test_modules_stay_short() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in MODULES}
     assert "engine/step.py" in lengths
     assert {name: lines for name, lines in lengths.items() if lines > LIMITS.get(name, 400)} == {}
+
+
+def test_examples_hide_no_standard_module() -> None:
+    """``python examples/own_loop.py`` looks for modules in the examples' folder first."""
+    names = {path.stem for folder in ("examples", "benchmarks") for path in (SOURCE.parents[1] / folder).glob("*.py")}
+    assert names
+    assert not names & sys.stdlib_module_names
