@@ -35,7 +35,10 @@ def record(
                 arrays[f"{name}#{number}"] = value
                 shape = (shapes or {}).get(name, value.shape)
                 facts[f"{name}#{number}"] = {"name": name, "shape": shape, "offsets": offsets}
-        save_file(arrays, folder / f"step-1-rank-{rank}.safetensors")
+        dense = {
+            name: np.ascontiguousarray(array) for name, array in arrays.items()
+        }  # safetensors writes memory as it lies
+        save_file(dense, folder / f"step-1-rank-{rank}.safetensors")
         at = dict.fromkeys(("pipeline", "replicate", "shard", "context", "tensor"), 0) | places[rank]
         row = {
             "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "applied": True, "reason": None, "count": 1.0, **told,
