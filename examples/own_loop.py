@@ -48,7 +48,9 @@ def main():
         report = run.step(window)  # Shoal: forward, backward, clip, optimizer and schedule of one global batch
         if report.step % 32 == 0:
             print(f"step {report.step}: loss {report.loss:.4f}, gradient norm {report.grad_norm:.3f}")
-    print("held out:", run.evaluate())  # Shoal
+    found = run.evaluate()  # Shoal; on every rank
+    if run.rank == 0:
+        print(f"held out: {found}")
     run.save()  # Shoal
 
 
