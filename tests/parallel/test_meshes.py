@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal import Loss
 from shoal.core.errors import ConfigError, ModelError
+from shoal.core.toml import to_toml
 from shoal.models.gpt import GPT
 
 pytestmark = pytest.mark.ranks
@@ -235,3 +236,23 @@ def test_a_model_whose_path_depends_on_values_is_refused_with_the_reason(tmp_pat
             start(made, tmp_path, global_batch=8, steps=1, mesh="pipeline=2")
 
     run_ranks(build, 2)
+
+
+def test_what_nothing_would_read_is_refused_and_not_left_out_in_silence(tmp_path):
+    plan = {"mesh": "tensor=2", "global_batch": 8, "micro_batch": 8, "accumulation": 1}
+    for change, text in (
+        ({"sequence_parallel": True}, "sequence_parallel was asked for, .*; set sequence_parallel = false"),
+        ({"model": "another"}, "the plan is for the model 'another', .*; leave model out"),
+        (
+            {"mesh": "replicate=2", "micro_batch": 4, "cpu_offload": True},
+            "cpu_offload goes with a shard axis, and the mesh",
+        ),
+    ):
+        path = tmp_path / "plan.toml"
+        path.write_text(to_toml({**plan, **change}))
+
+        def build(rank, path=path, text=text):
+            with pytest.raises(ConfigError, match=text):
+                start(gpt_job(), tmp_path / "run", plan=str(path), steps=1)
+
+        run_ranks(build, 2)

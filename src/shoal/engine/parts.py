@@ -46,6 +46,12 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
     Changes ``model`` in place. ``example`` gives a micro-batch, for techniques that trace the model.
     """
     plan, mesh = layout.plan, layout.plan.mesh
+    if plan.model is not None:
+        raise ConfigError(
+            f"the plan is for the model {plan.model!r}, and a model cannot be held against that yet; leave model out"
+        )
+    if plan.cpu_offload and mesh.shard == 1:
+        raise ConfigError(f"cpu_offload goes with a shard axis, and the mesh is {mesh}; leave it out or set shard > 1")
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]
     pipelined, divided = None, None
     if mesh.pipeline > 1 or mesh.tensor > 1:
@@ -82,6 +88,11 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
 def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tensor.Layout:
     """Divide weights over the tensor axis by the roles that the blueprint gives. Raises ConfigError where none is."""
     degree = layout.plan.mesh.tensor
+    if layout.plan.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel was asked for, and the positions between tensor regions cannot be shared out yet; "
+            "set sequence_parallel = false"
+        )
     found = roles(blueprint, degree, layout.plan.roles)
     if not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:3])
