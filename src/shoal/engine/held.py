@@ -143,11 +143,6 @@ class Held:
             )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _on(box: Box, dim: int, start: int, length: int) -> Box:
     """The box with another place on one axis."""
     return Box((*box.offsets[:dim], start, *box.offsets[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))

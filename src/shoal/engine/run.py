@@ -20,7 +20,7 @@ from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.clock import Clock
 from shoal.engine.forward import Forwards
-from shoal.engine.held import Held, local
+from shoal.engine.held import Held
 from shoal.engine.layout import Layout
 from shoal.engine.lr_schedule import LrSchedule
 from shoal.engine.names import plain
@@ -36,6 +36,7 @@ from shoal.engine.state import load_model
 from shoal.engine.step import StepReport, Verdict, train_step
 from shoal.job import Job
 from shoal.parallel.replicate.batchnorm import GlobalBatchNorm
+from shoal.parallel.shard.pieces import local
 
 SIGNALS = ("stop", "ended", "written", "failed", "save_calls")
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.reader import Reader, compare
 from shoal.core.errors import CheckpointError
-from shoal.engine.held import Held, local
+from shoal.engine.held import Held
 from shoal.engine.names import plain
 from shoal.engine.optimizer import first_names
+from shoal.parallel.shard.pieces import local
 
 if TYPE_CHECKING:
     from shoal.engine.run import Run
