@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
+from shoal.engine.held import Held
 from shoal.engine.names import plain
 
 KERNELS = ("fused", "foreach")  # how a step is computed, not what
@@ -34,16 +35,25 @@ class NamedOptimizer:
                     )
         #: Each group's parameters as the job built it over the whole model; this rank may hold some of them only.
         self.groups = [[self.names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        self.fused = _make_fast(optimizer)
+        self.fused = False  # the optimizer takes a factor; known once it holds what it updates
         self._untried = False  # state was loaded, and no step was taken with it yet
         self.built = self.describe()
 
-    def hold(self, model: nn.Module) -> None:
-        """Take ``model``'s present parameters, by name, in place of those it was built over; none that is elsewhere."""
+    def hold(self, model: nn.Module, here: Held) -> None:
+        """Take ``model``'s present parameters, by name, in place of those it was built over; none that is elsewhere.
+
+        State that was made with the optimizer goes along: of a tensor shaped as the parameter, what is held ``here``.
+        """
         held = {plain(name): param for name, param in model.named_parameters() if not param.is_meta}
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for name, old in zip(names, group["params"], strict=True):
+                if held.get(name) is not old and (state := self.optimizer.state.pop(old, None)) and name in held:
+                    self.optimizer.state[held[name]] = {
+                        key: _part(name, old, value, held[name], here) for key, value in state.items()
+                    }
             group["params"] = [held[name] for name in names if name in held]
         self.names = {id(param): name for name, param in held.items()}
+        self.fused = _make_fast(self.optimizer)
         if any(isinstance(param, DTensor) for param in held.values()):
             self.fused = False  # the kernels that take a factor want it as a DTensor too: gradients are scaled first
         for group in self.optimizer.param_groups:
@@ -172,6 +182,16 @@ class NamedOptimizer:
                 group["initial_lr"], group["lr"] = new, now.get("lr", old) * ratio
             ratios.append(ratio)
         return notes, ratios
+
+
+def _part(name: str, old: Tensor, value: Any, param: Tensor, here: Held) -> Any:
+    """A parameter's state as it belongs to what is held of the parameter."""
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != old.shape:
+        return value
+    made = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    for part in here.piece(name, made).parts:
+        part.tensor.copy_(part.box.of(value))
+    return made
 
 
 def first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:

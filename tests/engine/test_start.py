@@ -1,0 +1,421 @@
+"""A rank's part of the model has the first weights of model(), and nothing more of it is held on the way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.harness import run_ranks
+from tests.small_jobs import Rows, job, start
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal import Loss
+from shoal.core.errors import CheckpointError
+from shoal.engine import parts, weights
+from shoal.engine.held import Held
+from shoal.engine.names import plain
+from shoal.engine.randomness import seed_all
+from shoal.engine.start import begin
+from shoal.models.gpt import GPT
+from shoal.parallel.shard.pieces import local
+
+pytestmark = pytest.mark.ranks
+
+SLACK_BYTES = 4096  # samples, indices, norms' scalars
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of real tensors, made in here, that were there at once, and how many operations drew numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = self.draws = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
+        real = [local(t) for t in made if not isinstance(t, FakeTensor) and not t.is_meta]
+        if real and torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws += 1
+        for storage in (t.untyped_storage() for t in real):
+            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def gpt():
+    return GPT(61, 32, 4, 4, 16, tied=True)
+
+
+def tokens() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 61, (8, 17), generator=generator)
+    return Rows([(row[:-1], row[1:]) for row in rows])
+
+
+def summed(output, targets):
+    return Loss(nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+
+
+def gpt_job(model=gpt, optimizer=None):
+    made = optimizer or (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    return job(model=model, data=tokens(), loss=summed, optimizer=made)
+
+
+def bytes_of(tensors) -> int:
+    storages = {local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def largest_unit(model: nn.Module) -> int:
+    units = [*model.blocks, model.tokens, model.positions]
+    return max(bytes_of(unit.parameters()) for unit in units)
+
+
+def watched(made, out, **settings):
+    """A run, and the most bytes and the draws up to where this rank's part of the model is there."""
+    peak, at_end = Peak(), []
+    gradients = parts._gradients
+
+    def then(*args):
+        at_end.extend((peak.most_bytes, peak.draws))
+        return gradients(*args)
+
+    with mock.patch.object(parts, "_gradients", then), peak:
+        run = start(made, out, global_batch=8, micro_batch=1, steps=1, **settings)
+    return run, at_end[0], at_end[1]
+
+
+def compare(run, wanted: dict[str, torch.Tensor]) -> None:
+    """What a rank holds is bitwise the same region of the whole."""
+    held = 0
+    for name, tensor in [*run.model.named_parameters(), *run.model.named_buffers()]:
+        if not tensor.is_meta:
+            piece = run.held.piece(plain(name), tensor.detach())
+            assert piece.shape == tuple(wanted[name].shape)
+            assert all(torch.equal(part.tensor, part.box.of(wanted[name])) for part in piece.parts), name
+            held += sum(part.tensor.numel() for part in piece.parts)
+    assert held
+
+
+def whole(make, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    seed_all(seed)
+    model = make()
+    torch.set_default_dtype(before)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for name, tensor in named}
+
+
+LAYOUTS = {
+    2: ("shard=2", "pipeline=2", "tensor=2"),
+    4: ("shard=4", "replicate=2,shard=2", "pipeline=2,shard=2", "pipeline=2,tensor=2", "shard=2,tensor=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision"),
+    [(2, "fp32"), (2, "fp64"), (4, "fp32"), pytest.param(4, "fp64", marks=pytest.mark.nightly)],
+)
+def test_each_layout_begins_with_the_weights_of_the_model_and_holds_its_share_and_a_unit(tmp_path, ranks, precision):
+    """Every rank built the whole model and threw most of it away: the host's memory limited the model's size.
+
+    https://github.com/pytorch/pytorch/issues/149640 https://github.com/verl-project/verl/issues/7834
+    """
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}[precision]
+    unit = largest_unit(gpt()) * dtype.itemsize // 4
+
+    def body(rank):
+        for mesh in LAYOUTS[ranks]:
+            run, most, _ = watched(gpt_job(), tmp_path / mesh, mesh=mesh, precision=precision)
+            compare(run, whole(gpt, dtype))
+            share = bytes_of(t for t in [*run.model.parameters(), *run.model.buffers()] if not t.is_meta)
+            assert share < 0.8 * bytes_of(whole(gpt, dtype).values()), mesh
+            assert most <= share + unit + SLACK_BYTES, (mesh, most, share, unit)
+            names = {plain(name) for name, _ in run.model.named_parameters()}
+            assert "head.weight" not in names, "a tie is one parameter"
+
+    run_ranks(body, ranks, timeout_s=200)
+
+
+class Odd(nn.Module):
+    """Buffers, tensors that are attributes, a scale without dimensions, weights that are made of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.emb, self.norm = nn.Linear(8, 8), nn.Embedding(10, 8, padding_idx=3), nn.BatchNorm1d(8)
+        self.cell, self.cut = nn.LSTM(3, 4), nn.Linear(8, 8)
+        nn.init.orthogonal_(self.lin.weight)
+        nn.init.trunc_normal_(self.cut.weight, std=0.6, a=-1.0, b=1.0)
+        self.register_buffer("frequency", 1.0 / 10 ** (torch.arange(0, 8).float() / 8))
+        self.table = torch.outer(torch.arange(4.0), self.frequency)
+        self.order = torch.randperm(7)
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.scale.role = "gain"
+        self.again = nn.Module()
+        self.again.scale = self.scale
+        self.every = [self.scale, self.lin.weight]
+        self.last = nn.Parameter(torch.randn(3, 3) @ self.lin.weight.data[:3, :3])
+
+
+def test_whatever_a_constructor_makes_is_there(tmp_path):
+    """Tied weights became two tensors after a start without data.
+
+    https://github.com/verl-project/verl/issues/7834 https://github.com/meta-pytorch/torchtune/issues/616
+    """
+
+    def body(rank):
+        seed = lambda: torch.manual_seed(5)  # noqa: E731
+        state = torch.get_rng_state()
+        made = begin(Odd, seed, None)
+        assert made.whole is None
+        meta = [param for param in made.model.parameters() if param.is_meta]
+        assert len(meta) == len(list(made.model.parameters()))
+        made.fill(Held(), frozenset(), None, torch.device("cpu"), False)
+        assert torch.equal(torch.get_rng_state(), state)
+        seed()
+        single, model = Odd(), made.model
+        for (name, a), (other, b) in zip(single.state_dict().items(), model.state_dict().items(), strict=True):
+            assert name == other and torch.equal(a, b), name
+        assert torch.equal(model.table, single.table) and torch.equal(model.order, single.order)
+        assert model.again.scale is model.scale and model.scale.role == "gain"
+        assert model.every[0] is model.scale and model.every[1] is model.lin.weight
+        x = torch.randn(5, 2, 3)
+        assert torch.equal(model.cell(x)[0], single.cell(x)[0])
+
+    run_ranks(body, 1)
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+        if float(self.lin.weight.sum()) > -1e9:
+            nn.init.normal_(self.lin.bias)
+
+
+class Seeding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.lin = nn.Linear(8, 4)
+
+
+class Generating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(1)))
+
+
+class Changing(nn.Module):
+    """What is there before is changed in place, by way of a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.from_numpy(np.ones(4)))
+        with torch.no_grad():
+            self.weight[:2].zero_()
+
+
+class Threading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        thread = threading.Thread(target=lambda: self.lin.weight.data.zero_())
+        try:
+            thread.start()
+            thread.join()
+        except Exception:
+            pass  # also a constructor that goes on is not believed
+
+
+class Keeping(nn.Module):
+    """A tensor in an object that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        table = torch.arange(3.0)
+        self.cache = lambda: table
+
+
+STRANGE = {
+    Reading: "DataDependentOutput", Seeding: "sets a seed of its own", Generating: "a generator of its own",
+    Changing: "changes, or looks into, a tensor", Threading: "works in threads", Keeping: "kept beside its modules",
+}  # fmt: skip
+
+
+def test_a_constructor_that_cannot_be_replayed_is_run_whole_for_a_reason():
+    given = nn.Linear(2, 2)
+
+    def body(rank):
+        seed = lambda: torch.manual_seed(5)  # noqa: E731
+        found = {}
+        for kind in STRANGE:
+            made = begin(kind, seed, None)
+            found[kind.__name__] = made.whole
+            made.strip()
+            assert all(param.is_meta for param in made.model.parameters())
+            made.fill(Held(), frozenset(), None, torch.device("cpu"), False)
+            seed()
+            wanted = kind().state_dict()
+            assert all(torch.equal(value, wanted[name]) for name, value in made.model.state_dict().items()), kind
+        assert "was built before" in begin(lambda: given, seed, None).whole
+        other = begin(lambda: nn.Linear(2, 2 + torch.distributed.get_rank()), seed, None)
+        return found, other.whole
+
+    for found, other in run_ranks(body, 2):
+        assert all(text in found[kind.__name__] for kind, text in STRANGE.items()), found
+        assert "on other ranks" in other
+
+
+def drawing_by_rank():
+    torch.empty(torch.distributed.get_rank() + 1).normal_()
+    return gpt()
+
+
+def test_a_run_says_that_it_built_the_model_whole_and_why(tmp_path):
+    """Also where each rank would draw weights of its own: rank 0's hold."""
+
+    def reading():
+        model = gpt()
+        assert float(model.norm.weight.sum()) > 0
+        return model
+
+    def body(rank):
+        notes = []
+        run = start(gpt_job(reading), tmp_path / "reading", notes.append, global_batch=8, steps=1, mesh="pipeline=2")
+        compare(run, whole(gpt))
+        for mesh in ("shard=2", "tensor=2"):
+            run = start(gpt_job(drawing_by_rank), tmp_path / mesh, notes.append, global_batch=8, steps=1, mesh=mesh)
+            sums = [None, None]
+            torch.distributed.all_gather_object(sums, float(local(run.model.norm.weight.detach()).sum()))
+            found = run.model.positions.weight.detach()
+            expected = [None, None]
+            torch.distributed.all_gather_object(expected, whole(drawing_by_rank)["positions.weight"])
+            for part in run.held.piece("positions.weight", found).parts:
+                assert torch.equal(part.tensor, part.box.of(expected[0]))
+        return notes
+
+    notes = run_ranks(body, 2, timeout_s=120)[0]
+    told = [note for note in notes if "builds the whole model before it is divided" in note]
+    assert len(told) == 3 and "DataDependentOutput" in told[0] and "on other ranks" in told[1]
+
+
+def test_an_optimizer_that_makes_state_at_once_has_it_of_what_is_held(tmp_path):
+    """Adagrad's sums are made with it, over the whole model; the update then met parts of other shapes, or no state."""
+
+    def body(rank):
+        made = gpt_job(optimizer=lambda m: torch.optim.Adagrad(m.parameters(), 0.1, initial_accumulator_value=0.5))
+        found = {}
+        for mesh in (None, "shard=2", "pipeline=2", "tensor=2"):
+            notes = []
+            settings = {"global_batch": 8, "micro_batch": 1, "steps": 2, "epochs": 2, "mesh": mesh}
+            run = start(made, tmp_path / str(mesh), notes.append, **settings)
+            found[mesh] = [run.step(window).loss for window in run.windows()]
+            assert any("Adagrad has state before its first step" in note for note in notes) is bool(mesh)
+        return found
+
+    for found in run_ranks(body, 2, timeout_s=120):
+        for losses in found.values():
+            assert losses == pytest.approx(found[None], rel=1e-5)
+
+
+def save_like_hugging_face(folder, tensors, files=2) -> None:
+    folder.mkdir()
+    names = sorted(tensors)
+    index = {name: f"model-{place % files + 1:05d}-of-{files:05d}.safetensors" for place, name in enumerate(names)}
+    for file in set(index.values()):
+        save_file({name: tensors[name].contiguous() for name in names if index[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def test_given_weights_are_read_into_each_part_and_none_are_drawn(tmp_path):
+    """Of several files with an index, in another dtype, ties once; and a resume likewise."""
+    given = {name: tensor.bfloat16() for name, tensor in whole(gpt, seed=9).items() if name != "head.weight"}
+    save_like_hugging_face(tmp_path / "given", given)
+    unit = largest_unit(gpt())
+    wanted = {name: tensor.float() for name, tensor in given.items()}
+
+    def body(rank):
+        for mesh in LAYOUTS[2]:
+            out = tmp_path / mesh
+            run, most, draws = watched(gpt_job(), out, mesh=mesh, init_from=str(tmp_path / "given"))
+            compare(run, wanted)
+            share = bytes_of(t for t in run.model.parameters() if not t.is_meta)
+            assert not draws and most <= share + unit + SLACK_BYTES, mesh
+            for window in run.windows():
+                run.step(window)
+            run.save()
+            run.close()
+            trained = {name: local(p.detach()).clone() for name, p in run.model.named_parameters() if not p.is_meta}
+            again, most, draws = watched(gpt_job(), out, mesh=mesh, resume=True)
+            assert not draws and most <= share + unit + SLACK_BYTES, mesh
+            found = {name: local(p.detach()) for name, p in again.model.named_parameters() if not p.is_meta}
+            assert found.keys() == trained.keys() and all(torch.equal(found[name], trained[name]) for name in found)
+
+    run_ranks(body, 2, timeout_s=120)
+
+
+def test_no_more_of_a_file_is_read_than_is_held(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file({name: t for name, t in whole(gpt, seed=9).items() if name != "head.weight"}, file)
+
+    def body(rank):
+        for mesh in LAYOUTS[2]:
+            asked, slices = [], weights._slices
+
+            def look(part, asked=asked, slices=slices):
+                asked.append(part.tensor.numel())
+                return slices(part)
+
+            with mock.patch.object(weights, "_slices", look):
+                run = start(gpt_job(), tmp_path / mesh, global_batch=8, steps=1, mesh=mesh, init_from=str(file))
+            compare(run, whole(gpt, seed=9))
+            assert sum(asked) == sum(local(p).numel() for p in run.model.parameters() if not p.is_meta)
+
+    run_ranks(body, 2)
+
+
+def test_folders_of_weights_that_are_not_whole_are_refused(tmp_path):
+    """Names of the inner model are taken; what an index or several files leave open is not guessed."""
+    model = nn.ModuleDict({"body": nn.Linear(2, 2)})
+    tensors = {name: torch.ones_like(t) for name, t in model["body"].state_dict().items()}
+    save_like_hugging_face(tmp_path / "inner", tensors)
+    assert "model's part body" in weights.load_weights(model, tmp_path / "inner")[0]
+    assert all((param == 1).all() for param in model.parameters())
+    save_like_hugging_face(tmp_path / "torn", tensors)
+    index = tmp_path / "torn" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(CheckpointError, match="weight is in model-00001-of-00002.*does not hold it"):
+        weights.load_weights(model, tmp_path / "torn")
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="cannot be read as an index"):
+        weights.load_weights(model, tmp_path / "torn")
+    index.unlink()
+    with pytest.raises(CheckpointError, match="holds 2 safetensors .* and not one index; name one file"):
+        weights.load_weights(model, tmp_path / "torn")
+
+
+def test_ranks_that_see_other_files_are_refused(tmp_path):
+    for rank in range(2):
+        save_file({"weight": torch.full((2, 2), float(rank)), "bias": torch.zeros(2)}, tmp_path / f"{rank}.safetensors")
+
+    def body(rank):
+        assert weights.load_weights(nn.Linear(2, 2), tmp_path / "0.safetensors", held=Held()) == []
+        with pytest.raises(CheckpointError, match="rank 1 sees other bytes there than rank 0"):
+            weights.load_weights(nn.Linear(2, 2), tmp_path / f"{rank}.safetensors", held=Held())
+
+    run_ranks(body, 2)
