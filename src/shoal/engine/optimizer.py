@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adagrad, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
 from shoal.engine.held import Held
@@ -237,6 +237,8 @@ def _make_fast(optimizer: Optimizer) -> bool:
     wanted = "fused" in optimizer.defaults and all(
         p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params
     )
+    if isinstance(optimizer, Adagrad) and any(isinstance(param, DTensor) for param in params):
+        wanted = False  # torch has no rule for its fused kernel on DTensors
     for group in groups:
         if open_choice and wanted and not (group.get("capturable") or group.get("differentiable")):
             group["fused"] = True

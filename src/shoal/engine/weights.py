@@ -55,7 +55,7 @@ def load_weights(
 
 
 def _safetensors(source: Path, where: str) -> dict[str, Path] | None:
-    """{tensor's name: its file} where ``source`` is or holds safetensors; None where it may be a run's or checkpoint."""
+    """{tensor's name: its file} where ``source`` is or holds safetensors; None where it may be a run or checkpoint."""
     if source.suffix == ".safetensors":
         if not source.exists():
             raise CheckpointError(f"{where}: no such file")

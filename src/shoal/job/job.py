@@ -37,8 +37,8 @@ class Job(BaseModel):
         raise NotImplementedError
 
     def init_from(self) -> Any:
-        """Weights to begin from where the run names none (``--init-from``): a run, a checkpoint, or safetensors (a file,
-        or a model's folder). None: those that ``model()`` gives."""
+        """Weights to begin from where the run names none (``--init-from``): a run, a checkpoint, a safetensors file, a
+        model's folder of them. None: those that ``model()`` gives."""
         return None
 
     def data(self) -> Any:
