@@ -12,14 +12,12 @@ import torch
 from safetensors.torch import save_file
 from tests.harness import run_ranks
 from tests.small_jobs import Rows, job, start
+from tests.starting import SLACK_BYTES, bytes_of, compare, share_of, watched
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import Loss
 from shoal.core.errors import CheckpointError
-from shoal.engine import parts, weights
+from shoal.engine import weights
 from shoal.engine.held import Held
 from shoal.engine.names import plain
 from shoal.engine.randomness import seed_all
@@ -28,29 +26,6 @@ from shoal.models.gpt import GPT
 from shoal.parallel.shard.pieces import local
 
 pytestmark = pytest.mark.ranks
-
-SLACK_BYTES = 4096  # samples, indices, norms' scalars
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of real tensors, made in here, that were there at once, and how many operations drew numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most_bytes = self.draws = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        made = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
-        real = [local(t) for t in made if not isinstance(t, FakeTensor) and not t.is_meta]
-        if real and torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws += 1
-        for storage in (t.untyped_storage() for t in real):
-            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
-        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._alive.values()))
-        return result
 
 
 def gpt():
@@ -72,40 +47,9 @@ def gpt_job(model=gpt, optimizer=None):
     return job(model=model, data=tokens(), loss=summed, optimizer=made)
 
 
-def bytes_of(tensors) -> int:
-    storages = {local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def largest_unit(model: nn.Module) -> int:
     units = [*model.blocks, model.tokens, model.positions]
     return max(bytes_of(unit.parameters()) for unit in units)
-
-
-def watched(made, out, **settings):
-    """A run, and the most bytes and the draws up to where this rank's part of the model is there."""
-    peak, at_end = Peak(), []
-    gradients = parts._gradients
-
-    def then(*args):
-        at_end.extend((peak.most_bytes, peak.draws))
-        return gradients(*args)
-
-    with mock.patch.object(parts, "_gradients", then), peak:
-        run = start(made, out, global_batch=8, micro_batch=1, steps=1, **settings)
-    return run, at_end[0], at_end[1]
-
-
-def compare(run, wanted: dict[str, torch.Tensor]) -> None:
-    """What a rank holds is bitwise the same region of the whole."""
-    held = 0
-    for name, tensor in [*run.model.named_parameters(), *run.model.named_buffers()]:
-        if not tensor.is_meta:
-            piece = run.held.piece(plain(name), tensor.detach())
-            assert piece.shape == tuple(wanted[name].shape)
-            assert all(torch.equal(part.tensor, part.box.of(wanted[name])) for part in piece.parts), name
-            held += sum(part.tensor.numel() for part in piece.parts)
-    assert held
 
 
 def whole(make, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
@@ -140,7 +84,7 @@ def test_each_layout_begins_with_the_weights_of_the_model_and_holds_its_share_an
         for mesh in LAYOUTS[ranks]:
             run, most, _ = watched(gpt_job(), tmp_path / mesh, mesh=mesh, precision=precision)
             compare(run, whole(gpt, dtype))
-            share = bytes_of(t for t in [*run.model.parameters(), *run.model.buffers()] if not t.is_meta)
+            share = share_of(run)
             assert share < 0.8 * bytes_of(whole(gpt, dtype).values()), mesh
             assert most <= share + unit + SLACK_BYTES, (mesh, most, share, unit)
             names = {plain(name) for name, _ in run.model.named_parameters()}
@@ -360,7 +304,7 @@ def test_given_weights_are_read_into_each_part_and_none_are_drawn(tmp_path):
             out = tmp_path / mesh
             run, most, draws = watched(gpt_job(), out, mesh=mesh, init_from=str(tmp_path / "given"))
             compare(run, wanted)
-            share = bytes_of(t for t in run.model.parameters() if not t.is_meta)
+            share = share_of(run)
             assert not draws and most <= share + unit + SLACK_BYTES, mesh
             for window in run.windows():
                 run.step(window)
