@@ -107,15 +107,18 @@ class Odd(nn.Module):
         self.order = torch.randperm(7)
         self.register_buffer("numbers", torch.from_numpy(np.arange(4.0)))
         self.numbers[1:].mul_(2)
+        self.register_buffer("tenths", torch.full((3,), 0.1))
         self.scale = nn.Parameter(torch.tensor(2.5))
         self.scale.role = "gain"
         self.again = nn.Module()
         self.again.scale = self.scale
         self.every = [self.scale, self.lin.weight]
+        self.scale.register_hook(lambda gradient: gradient * 3)
         self.last = nn.Parameter(torch.randn(3, 3) @ self.lin.weight.data[:3, :3])
 
 
-def test_whatever_a_constructor_makes_is_there(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_whatever_a_constructor_makes_is_there(dtype):
     """Tied weights became two tensors after a start without data.
 
     https://github.com/verl-project/verl/issues/7834 https://github.com/meta-pytorch/torchtune/issues/616
@@ -124,12 +127,13 @@ def test_whatever_a_constructor_makes_is_there(tmp_path):
     def body(rank):
         seed = lambda: torch.manual_seed(5)  # noqa: E731
         state = torch.get_rng_state()
-        made = begin(Odd, seed, None)
+        made = begin(Odd, seed, dtype)
         assert made.whole is None
         meta = [param for param in made.model.parameters() if param.is_meta]
         assert len(meta) == len(list(made.model.parameters()))
         made.fill(Held(), frozenset(), None, torch.device("cpu"), False)
         assert torch.equal(torch.get_rng_state(), state)
+        torch.set_default_dtype(dtype)
         seed()
         single, model = Odd(), made.model
         for (name, a), (other, b) in zip(single.state_dict().items(), model.state_dict().items(), strict=True):
@@ -137,6 +141,8 @@ def test_whatever_a_constructor_makes_is_there(tmp_path):
         assert torch.equal(model.table, single.table) and torch.equal(model.order, single.order)
         assert model.again.scale is model.scale and model.scale.role == "gain"
         assert model.every[0] is model.scale and model.every[1] is model.lin.weight
+        (model.scale * 2).backward()
+        assert float(model.scale.grad) == 6.0
         x = torch.randn(5, 2, 3)
         assert torch.equal(model.cell(x)[0], single.cell(x)[0])
 
@@ -177,6 +183,18 @@ class Changing(nn.Module):
             self.weight[:2].zero_()
 
 
+class Elsewhere(nn.Module):
+    """Built on another device first."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.lin = nn.Linear(2, 2)
+        self.lin.to_empty(device="cpu")
+        nn.init.ones_(self.lin.weight)
+        nn.init.zeros_(self.lin.bias)
+
+
 class Threading(nn.Module):
     def __init__(self):
         super().__init__()
@@ -201,7 +219,8 @@ class Keeping(nn.Module):
 
 STRANGE = {
     Reading: "DataDependentOutput", Seeding: "sets a seed of its own", Generating: "a generator of its own",
-    Changing: "changes, or looks into, a tensor", Threading: "works in threads", Keeping: "kept beside its modules",
+    Changing: "changes, or looks into, a tensor", Elsewhere: "makes tensors on meta",
+    Threading: "works in threads", Keeping: "kept beside its modules",
 }  # fmt: skip
 
 
@@ -281,6 +300,68 @@ def test_an_optimizer_that_makes_state_at_once_has_it_of_what_is_held(tmp_path):
     for found in run_ranks(body, 2, timeout_s=120):
         for losses in found.values():
             assert losses == pytest.approx(found[None], rel=1e-5)
+
+
+def test_a_model_and_an_optimizer_that_exist_already_are_divided(tmp_path):
+    def body(rank):
+        found = {}
+        for mesh in (None, "shard=2", "pipeline=2", "tensor=2"):
+            torch.manual_seed(2)
+            model, notes = gpt(), []
+            given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            made = gpt_job(lambda model=model: model, lambda model, given=given: given)
+            settings = {"global_batch": 8, "micro_batch": 1, "steps": 2, "epochs": 2, "mesh": mesh}
+            run = start(made, tmp_path / str(mesh), notes.append, **settings)
+            assert run.model is model
+            found[mesh] = [run.step(window).loss for window in run.windows()]
+            assert any("built before" in note for note in notes) is (mesh is not None and not rank)
+        return found
+
+    for found in run_ranks(body, 2, timeout_s=120):
+        for losses in found.values():
+            assert losses == pytest.approx(found[None], rel=1e-5)
+
+
+class Masked(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.lin = nn.Linear(32, 32)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        return self.lin(x).tanh() * self.mask
+
+
+class Sharing(nn.Module):
+    """Blocks that have one buffer in common."""
+
+    def __init__(self):
+        super().__init__()
+        mask = torch.ones(32)
+        self.blocks = nn.ModuleList(Masked(mask) for _ in range(4))
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, ids):
+        x = nn.functional.one_hot(ids % 32, 32).to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_buffer_that_blocks_of_two_stages_share_is_saved_by_each_for_its_own(tmp_path):
+    def body(rank):
+        settings = {"global_batch": 8, "micro_batch": 2, "steps": 1, "mesh": "pipeline=2"}
+        run = start(gpt_job(Sharing), tmp_path / "run", **settings)
+        for window in run.windows():
+            run.step(window)
+        held = [not block.mask.is_meta for block in run.model.blocks]
+        assert held == [not block.lin.weight.is_meta for block in run.model.blocks] and any(held) and not all(held)
+        run.save()
+        run.close()
+        again = start(gpt_job(Sharing), tmp_path / "run", **settings, resume=True)
+        assert again.step_count == 1
+
+    run_ranks(body, 2)
 
 
 def save_like_hugging_face(folder, tensors, files=2) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adagrad, Optimizer
+from torch.optim import LBFGS, Adam, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
 from shoal.engine.held import Held
@@ -35,7 +35,7 @@ class NamedOptimizer:
                     )
         #: Each group's parameters as the job built it over the whole model; this rank may hold some of them only.
         self.groups = [[self.names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        self.fused = False  # the optimizer takes a factor; known once it holds what it updates
+        self.fused = _make_fast(optimizer)
         self._untried = False  # state was loaded, and no step was taken with it yet
         self.built = self.describe()
 
@@ -57,8 +57,11 @@ class NamedOptimizer:
         if any(isinstance(param, DTensor) for param in held.values()):
             self.fused = False  # the kernels that take a factor want it as a DTensor too: gradients are scaled first
         for group in self.optimizer.param_groups:
-            if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+            kinds = {isinstance(param, DTensor) for param in group["params"]}
+            if len(kinds) > 1:
                 group.update({name: False for name in KERNELS if name in group})  # they take one kind at a time
+            elif True in kinds and group.get("fused") and not isinstance(self.optimizer, Adam):
+                group.update(fused=False, foreach=True)  # torch has rules for Adam's fused kernels alone on DTensors
 
     def describe(self) -> list[dict[str, Any]]:
         """Each group's hyperparameters as JSON values."""
@@ -230,15 +233,17 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_fast(optimizer: Optimizer) -> bool:
-    """Switch on torch's fused (else foreach) form where the user left the choice open. True: fused and float32."""
+    """Switch on torch's fused (else foreach) form where the user left the choice open. True: fused and float32.
+
+    Nothing is chosen for parameters that are shapes only."""
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"]]
+    if any(param.is_meta for param in params):
+        return False
     open_choice = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     wanted = "fused" in optimizer.defaults and all(
         p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params
     )
-    if isinstance(optimizer, Adagrad) and any(isinstance(param, DTensor) for param in params):
-        wanted = False  # torch has no rule for its fused kernel on DTensors
     for group in groups:
         if open_choice and wanted and not (group.get("capturable") or group.get("differentiable")):
             group["fused"] = True

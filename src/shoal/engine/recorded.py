@@ -258,6 +258,8 @@ class _Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """``whole``: the first argument gets a value that does not depend on its old one."""
         inputs = {p.storage for p in _places(given)}
+        if away := next((t.device for t in tensors(result) if t.device.type != "cpu"), None):
+            self.refuse(f"its constructor makes tensors on {away}")
         gives = tuple(self.place(t) for t in tensors(result))
         self.made += [weakref.ref(t) for t in tensors(result)]
         writes = changed | {p.storage for p in gives} - inputs
@@ -289,7 +291,7 @@ class _Recorder(TorchDispatchMode):
         if not any(isinstance(param, FakeTensor) for param in model.parameters()):
             raise NotReplayable("model() gave a model that was built before")
         held = [tensor for tensor in held_tensors(model) if isinstance(tensor, FakeTensor)]
-        if any(tensor.device.type == "meta" or self.place(tensor).storage not in self.known for tensor in held):
+        if any(self.place(tensor).storage not in self.known for tensor in held):
             raise NotReplayable("it has tensors that no operation filled")
         mine = {id(tensor) for tensor in held} | {id(t._base) for t in held if t._base is not None}
         if self._elsewhere(mine):

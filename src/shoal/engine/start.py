@@ -66,7 +66,7 @@ class Start:
             if id(tensor) not in new:
                 place = "cpu" if offloaded and isinstance(tensor, DTensor) else device
                 new[id(tensor)] = _as(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
-        replace(model, new)
+        replace(model, new, elsewhere)
         if sharded is not None:
             for unit in sharded.units.values():
                 for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
@@ -169,11 +169,13 @@ def begin(
     return Start(model, replayed)
 
 
-def replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Put tensors in place of others, by identity, wherever modules have them."""
-    for module in model.modules():
+def replace(model: nn.Module, new: Mapping[int, Tensor], but: frozenset[str] = frozenset()) -> None:
+    """Put tensors in place of others, by identity, wherever modules have them; not under the plain names ``but``."""
+    for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
-            held.update({name: new[id(t)] for name, t in held.items() if id(t) in new})  # type: ignore[misc]
+            for name, tensor in held.items():
+                if id(tensor) in new and plain(f"{path}.{name}" if path else name) not in but:
+                    held[name] = new[id(tensor)]  # type: ignore[assignment]
         for name, value in vars(module).items():
             if name not in REGISTERED and any(id(tensor) in new for tensor in tensors(value)):
                 vars(module)[name] = mapped(lambda tensor: new.get(id(tensor), tensor), value)
