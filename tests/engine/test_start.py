@@ -16,7 +16,7 @@ from tests.starting import SLACK_BYTES, bytes_of, compare, share_of, watched
 from torch import nn
 
 from shoal import Loss
-from shoal.core.errors import CheckpointError
+from shoal.core.errors import CheckpointError, ModelError
 from shoal.engine import weights
 from shoal.engine.held import Held
 from shoal.engine.names import plain
@@ -248,6 +248,22 @@ def test_a_constructor_that_cannot_be_replayed_is_run_whole_for_a_reason():
         assert "on other ranks" in other
 
 
+def test_parameters_that_share_memory_without_being_one_are_refused():
+    def alias():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = nn.Parameter(model[0].weight.data)
+        return model
+
+    there = alias()
+
+    def body(rank):
+        for make in (alias, lambda: there):
+            with pytest.raises(ModelError, match="0.weight and 1.weight share memory.*one and the same nn.Parameter"):
+                begin(make, lambda: torch.manual_seed(5), None).strip()
+
+    run_ranks(body, 1)
+
+
 def drawing_by_rank():
     torch.empty(torch.distributed.get_rank() + 1).normal_()
     return gpt()
@@ -309,6 +325,10 @@ def test_a_model_and_an_optimizer_that_exist_already_are_divided(tmp_path):
             torch.manual_seed(2)
             model, notes = gpt(), []
             given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.1).cumsum(0)
+            given.step()  # it has momentum already
+            given.zero_grad()
             made = gpt_job(lambda model=model: model, lambda model, given=given: given)
             settings = {"global_batch": 8, "micro_batch": 1, "steps": 2, "epochs": 2, "mesh": mesh}
             run = start(made, tmp_path / str(mesh), notes.append, **settings)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.structures import mapped, tensors
+from shoal.core.errors import ModelError
 from shoal.data.randomness import undisturbed
 from shoal.engine.held import Held
 from shoal.engine.names import plain
@@ -182,10 +183,21 @@ def replace(model: nn.Module, new: Mapping[int, Tensor], but: frozenset[str] = f
 
 
 def _shapes(model: nn.Module) -> dict[int, Tensor]:
-    """Meta tensors for a model's parameters, and for the buffers of its units that have parameters, by identity."""
+    """Meta tensors for a model's parameters, and for the buffers of its units that have parameters, by identity.
+
+    Raises ModelError where parameters share memory without being one: as parts they could not.
+    """
     units = [model.get_submodule(path) for path in unit_paths(model)]
     blank = {id(b): b for unit in units if has_parameters(unit) for b in unit.buffers()}
-    blank |= {id(param): param for param in model.parameters()}
+    first: dict[tuple[int, Any], str] = {}
+    for name, param in model.named_parameters():
+        mark = param.untyped_storage()._cdata, param.storage_offset()
+        if param.numel() and first.setdefault(mark, name) != name:
+            raise ModelError(
+                f"the parameters {first[mark]} and {name} share memory and are two, which a layout that divides the "
+                "model cannot keep up; tie them by giving both modules one and the same nn.Parameter"
+            )
+        blank[id(param)] = param
     return {
         key: _as(t, torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")) for key, t in blank.items()
     }
