@@ -48,7 +48,9 @@ class RunSettings(Settings):
     seed: int = Field(0, ge=0, description="seed of weights, data order and randomness")
     out: str = Field("runs/{job}", description="the run's folder")
     resume: bool = Field(False, description="go on from the newest good checkpoint in --out")
-    init_from: str | None = Field(None, description="take weights alone from a checkpoint or safetensors file")
+    init_from: str | None = Field(
+        None, description="take weights alone from a run, a checkpoint, or safetensors (a file or a model's folder)"
+    )
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations (default: at the end)")
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints (default: at the end)")
     keep: int = Field(2, ge=1, description="checkpoints to keep")
