@@ -187,7 +187,7 @@ def test_the_ranks_that_others_wait_for_are_named_with_every_stack(tmp_path):
 
 
 def test_workers_are_forks_of_a_process_without_other_threads(tmp_path):
-    """What another thread holds at a fork, a lock of a C library or half an initialisation, the fork waits for forever."""
+    """A fork waits forever for what another thread held: a lock of a C library, half an initialisation."""
     code, stdout, _ = run("twice", tmp_path, 2, 2)
     assert code == 0
     assert re.findall(r"threads=\d+", stdout) == ["threads=1"] * 6

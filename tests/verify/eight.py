@@ -1,4 +1,4 @@
-"""A tied GPT of 8 blocks and 8 heads, of a prime vocabulary and uneven counts: every way to lay out 8 ranks divides it."""
+"""A tied GPT of 8 blocks and 8 heads, a prime vocabulary and uneven counts: any layout of 8 ranks can divide it."""
 
 import torch
 from torch import nn
