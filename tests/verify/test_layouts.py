@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 JOB = str(Path(__file__).with_name("tied.py"))
 
 
-def verify(mesh: str | None, steps: int = 1, fields: dict | None = None, **more) -> Report:
+def verify(mesh: str | list[str] | None, steps: int = 1, fields: dict | None = None, **more) -> Report:
     settings = {"global_batch": 8, "micro_batch": 2, "steps": steps, **more}
     return shoal.verify(JOB, fields=fields, meshes=mesh, **settings)
 
@@ -105,14 +105,17 @@ def test_rounding_that_adam_makes_large_is_told_from_a_tiny_mistake() -> None:
     assert found.max_rel_grad == pytest.approx(1e-7, rel=1e-3)
 
 
-def test_dropout_is_off_on_both_sides_and_that_is_said() -> None:
-    report = verify("replicate=2", fields={"dropout": 0.3})
-    assert report.ok and report.layouts[0].max_rel_grad < 1e-10
-    assert "dropout is off on both sides: its masks depend on the layout" in report.notes
+def test_dropout_has_the_same_masks_in_every_layout_and_that_is_said() -> None:
+    """Between blocks too, where a stage skips what others run, and in blocks that are recomputed."""
+    report = verify(["replicate=2", "shard=2", "tensor=2", "pipeline=2"], fields={"dropout": 0.1}, recompute="full")
+    assert report.ok and len(report.layouts) == 4
+    assert all(one.status == "equal" and one.max_rel_grad < 1e-10 for one in report.layouts)
+    assert any("dropout has the same masks on both sides" in note for note in report.notes)
+    assert "dropout of alpha_dropout is off on both sides: its masks depend on the layout" in report.notes
 
 
 def test_casts_to_float32_are_lifted_on_both_sides_and_that_is_said() -> None:
-    report = verify("pipeline=2", fields={"narrow": True})
+    report = verify("pipeline=2", fields={"narrow": True}, recompute="full")
     assert report.ok and report.layouts[0].max_rel_grad < 1e-10
     assert "casts to float32 inside the model are to float64 on both sides" in report.notes
     assert verify("pipeline=2").notes == []

@@ -23,6 +23,20 @@ def rows(size):
     return samples
 
 
+class Dropping(GPT):
+    """Also drops between blocks, by a function, and in a form that verify switches off."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.alpha = nn.AlphaDropout(0.1)
+
+    def forward(self, ids):
+        x = self.drop(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.2, self.training)
+        return self.head(self.alpha(self.norm(x)))
+
+
 class Narrow(nn.LayerNorm):
     """Works in float32, as many models' norms do."""
 
@@ -67,7 +81,7 @@ class Job(shoal.Job):
     infinite: bool = False
 
     def model(self):
-        made = GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
+        made = (Dropping if self.dropout else GPT)(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
         if self.narrow:
             made.blocks[0].norm_feed = Narrow(16)
         if self.shifted:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
@@ -33,7 +37,22 @@ def _recompute(block: nn.Module) -> None:
     plain = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
     forward.__wrapped__ = plain  # type: ignore[attr-defined]  # its signature is read by some models
     block.forward = forward
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What holds around a block's forward, and when it runs again: torch leaves function modes out in backward, and
+    those that say ``recomputes`` change what is computed."""
+    modes = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "recomputes", False)]
+    return contextlib.nullcontext(), _within(modes)
+
+
+@contextlib.contextmanager
+def _within(modes: list[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
