@@ -129,8 +129,8 @@ class Keyed:
             torch.rand(row, generator=torch.Generator().manual_seed(key(site, number, sample)), dtype=torch.float64)
             for sample in ids or (-1,)
         ]
-        kept = torch.cat(drawn, dim) >= p
-        return (kept / (1 - p) if p < 1 else kept).to(like.device, like.dtype)
+        kept = (torch.cat(drawn, dim) >= p).to(like.device, like.dtype)
+        return kept / (1 - p) if p < 1 else kept
 
 
 class _Places(TorchFunctionMode):
