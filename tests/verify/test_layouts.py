@@ -24,7 +24,7 @@ def verify(mesh: str | list[str] | None, steps: int = 1, fields: dict | None = N
 
 def wrong(fault: str, mesh: str = "replicate=2", **more) -> LayoutResult:
     """The one layout's result with a fault in the engine; the run goes through and is found different."""
-    report = verify(mesh, fields={"fault": fault}, **more)
+    report = verify(mesh, fields={"fault": fault, **more.pop("fields", {})}, **more)
     (found,) = report.layouts
     assert not report.ok and found.status == "different"
     return found
@@ -74,6 +74,20 @@ def test_an_untied_weight_is_found_and_named() -> None:
     found = wrong("untied", "pipeline=2")
     assert found.first_difference == "step 1: gradient of 'tokens.weight'"
     assert "not reduced: ranks 0, 1" in found.reason
+
+
+def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
+    """Query heads on several ranks share a key-value head: its gradient is the sum over them."""
+    assert verify("tensor=2", fields={"grouped": True}).ok
+    found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
+    assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
+    assert "ranks 0, 1 hold different values" in found.reason
+
+
+def test_a_bias_added_twice_is_found_and_named() -> None:
+    found = wrong("bias-added-twice", "tensor=2")
+    assert found.first_difference == "step 1: gradient of 'blocks.0.attention.out.bias'"
+    assert "2 x one device's: summed 2 times (tensor has 2 ranks)" in found.reason
 
 
 def test_other_faults_are_told_apart() -> None:
