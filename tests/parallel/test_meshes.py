@@ -246,7 +246,10 @@ def test_what_nothing_would_read_is_refused_and_not_left_out_in_silence(tmp_path
     plan = {"mesh": "tensor=2", "global_batch": 8, "micro_batch": 8, "accumulation": 1}
     for change, text in (
         ({"sequence_parallel": True}, "sequence_parallel was asked for, .*; set sequence_parallel = false"),
-        ({"model": "another"}, "the plan is for the model 'another', .*; leave model out"),
+        (
+            {"model": ["blocks.{0-11}.norm_feed.bias 16"]},
+            r"is for another model: it has 'blocks.\{0-11\}.norm_feed.bias",
+        ),
         (
             {"mesh": "replicate=2", "micro_batch": 4, "cpu_offload": True},
             "cpu_offload goes with a shard axis, and the mesh",

@@ -71,6 +71,7 @@ def build(
     precision = Precision(layout.plan.precision, place.device.type)
 
     model, notes = _model(job, settings, precision, place.device)
+    layout = layout.of_model(model)
     if settings.init_from and reader is None:
         notes += load_weights(model, settings.init_from, "--init-from")
     check_same_model(model)

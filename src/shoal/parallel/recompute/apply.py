@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,12 +46,18 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
     """What holds around a block's forward, and when it runs again: torch leaves function modes out in backward, and
     those that say ``recomputes`` change what is computed."""
     modes = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "recomputes", False)]
-    return contextlib.nullcontext(), _within(modes)
+    return contextlib.nullcontext(), _Within(modes)
 
 
-@contextlib.contextmanager
-def _within(modes: list[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        yield
+class _Within:
+    """Modes, entered each time that a block runs again: zero-bubble schedules do so twice."""
+
+    def __init__(self, modes: list[Any]) -> None:
+        self.modes, self.stack = modes, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for mode in self.modes:
+            self.stack.enter_context(mode)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
