@@ -186,6 +186,13 @@ def test_the_ranks_that_others_wait_for_are_named_with_every_stack(tmp_path):
     assert "in fault" in stderr and "all_reduce" in stderr
 
 
+def test_workers_are_forks_of_a_process_without_other_threads(tmp_path):
+    """A fork waits forever for what another thread held: a lock of a C library, half an initialisation."""
+    code, stdout, _ = run("twice", tmp_path, 2, 2)
+    assert code == 0
+    assert re.findall(r"threads=\d+", stdout) == ["threads=1"] * 6
+
+
 def test_a_rank_that_never_begins_is_named(tmp_path):
     code, _, stderr = run("unborn", tmp_path, 2)
     assert code == 1

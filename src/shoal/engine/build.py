@@ -74,6 +74,7 @@ def build(
     weights = _weights(job, settings) if reader is None else None
     start, norms, optimizer, notes = _made(job, settings, precision, layout, place.device, weights)
     model = start.model
+    layout = layout.of_model(model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
     if not any(param.requires_grad for param in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")

@@ -51,10 +51,6 @@ def spread(
     they are ``loaded`` later.
     """
     model, plan, mesh = start.model, layout.plan, layout.plan.mesh
-    if plan.model is not None:
-        raise ConfigError(
-            f"the plan is for the model {plan.model!r}, and a model cannot be held against that yet; leave model out"
-        )
     if plan.cpu_offload and mesh.shard == 1:
         raise ConfigError(f"cpu_offload goes with a shard axis, and the mesh is {mesh}; leave it out or set shard > 1")
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]

@@ -44,7 +44,10 @@ class Plan(Settings):
     accumulation: int = Field(ge=1, description="micro-batches per rank and step")
     clip: float | None = Field(default=None, gt=0, description="largest global gradient norm (default: no clipping)")
     bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket, MB")
-    model: str | None = Field(default=None, description="fingerprint of the model that it was made for (default: any)")
+    model: tuple[str, ...] = Field(
+        default=(),
+        description="parameters of the model that it was made for, as plan/fingerprint.py tells (empty: any)",
+    )
 
     @property
     def stages(self) -> int:

@@ -250,8 +250,12 @@ class Runs:
 
     def _say(self, recording: Recording) -> None:
         """What was changed in the job to make runs comparable."""
-        if recording.any("dropped"):
-            self._note("dropout is off on both sides: its masks depend on the layout")
+        if recording.any("keyed"):
+            self._note(
+                "dropout has the same masks on both sides, by sample and place; a training's own differ by layout"
+            )
+        for off in sorted({name for told in recording.by_rank for name in told["off"]}):
+            self._note(f"dropout of {off} is off on both sides: its masks depend on the layout")
         if recording.any("lifted"):
             self._note("casts to float32 inside the model are to float64 on both sides")
 
