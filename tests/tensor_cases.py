@@ -156,3 +156,13 @@ def family(name: str) -> Case:
 
     model, config, settings, inputs = FAMILIES[name]
     return Case(lambda: getattr(transformers, model)(getattr(transformers, config)(**settings)), inputs, cross_entropy)
+
+
+def llama(**settings: Any) -> Case:
+    """A Llama of other sizes."""
+    import transformers
+
+    return Case(
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)), lambda: ids("input_ids"),
+        cross_entropy,
+    )  # fmt: skip

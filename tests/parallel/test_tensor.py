@@ -428,7 +428,7 @@ def test_layers_that_torch_fuses_outside_training_are_exact():
 
 def test_attention_layers_of_torch_with_heads_that_cannot_be_divided_stay_whole():
     layer = nn.TransformerEncoderLayer(18, 3, 32, batch_first=True)
-    found = roles(trace(layer, (torch.ones(2, 5, 18),), {}), 2)
+    found = roles(trace(layer, (torch.ones(2, 5, 18),), {}), 4)
     assert found.role["self_attn.in_proj_weight"].split is None
-    assert found.reasons["self_attn.in_proj_weight"] == "3 heads cannot be divided among 2"
+    assert found.reasons["self_attn.in_proj_weight"] == "3 heads cannot be divided among 4"
     assert found.role["linear1.weight"].kind == "column"
