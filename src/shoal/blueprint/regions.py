@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref
-from shoal.blueprint.rules import rule
+from shoal.blueprint.rules import LOSSES, rule
 from shoal.blueprint.split import Refusal, Seen, Split, even, fits
 
 #: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
@@ -130,7 +130,7 @@ class Trial:
         for tensor, target in zip(call.tensors, outcome.targets, strict=True):
             if tensor.split is not None and tensor.split != target:
                 raise self.failed(f"{where}: {tensor.split} meets {target}", self.uneven(operation) or origin)
-        if outcome.partial:
+        if outcome.partial or outcome.how in LOSSES:
             raise self.failed(f"{where}: a sum over the split dimension", origin)
         return outcome
 

@@ -20,7 +20,7 @@ from shoal.core.errors import ConfigError, nearest
 TRIALS = 32  # of columns and packings, for one row layer
 
 HEAD_PASSES = ("float", "to", "getitem", "view", "reshape", "contiguous", "add", "mul", "div", "tanh", "transpose",
-               "flatten", "squeeze")  # fmt: skip
+               "flatten", "squeeze", "log_softmax", "nll_loss", "cross_entropy")  # fmt: skip
 
 Columns = tuple[tuple[Layer, Split], ...]  # column layers and how their outputs are split
 

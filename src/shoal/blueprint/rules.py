@@ -176,11 +176,40 @@ def einsum(call: Call) -> Outcome:
     return Outcome(None, targets, "", None, partial=True)
 
 
+def log_softmax(call: Call) -> Outcome:
+    """log_softmax(input, dim): along the split dimension the ranks share largest value and sum."""
+    first = call.tensors[0]
+    if first.split is None or call.get(1, "dim") is None or call.get(1, "dim") % len(first.shape) != first.split.dim:
+        return SHAPE_RULES["log_softmax"](call)
+    if call.get(3, "dtype") is not None:
+        raise Refusal("log_softmax as another type")
+    return Outcome(first.split, (first.split,), call.name)
+
+
+def class_loss(call: Call) -> Outcome:
+    """cross_entropy, nll_loss(input, target, weight, ...) of class numbers: every rank has some of the classes."""
+    seen = call.tensors
+    first, target = seen[0], seen[1]
+    dim = min(1, len(first.shape) - 1)
+    split = first.split
+    if split is None or split.dim != dim or len(split.parts) > 1:
+        raise Refusal(f"{call.name} of values that are not split along their classes")
+    if target.shape != (*first.shape[:dim], *first.shape[dim + 1 :]):
+        raise Refusal(f"{call.name} of probabilities")
+    if call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
+        raise Refusal(f"{call.name} with size_average or reduce")
+    return Outcome(None, (split, None, split.on(0))[: len(seen)], call.name)
+
+
+#: How functions run in which the ranks talk to each other on the way: no region holds one.
+LOSSES = ("log_softmax", "cross_entropy", "nll_loss")
+
 RULES = {
     **SHAPE_RULES,
     **names(
         ("linear", linear), ("matmul mm bmm", matmul), ("addmm baddbmm", added_product),
         ("multi_head_attention_forward", attention_layer),
         ("scaled_dot_product_attention", attention), ("embedding", embedding), ("einsum", einsum),
+        ("log_softmax", log_softmax), ("cross_entropy nll_loss", class_loss),
     ),
 }  # fmt: skip

@@ -88,6 +88,7 @@ def build(
     source = Windows(dataset, data_settings)
     check_same_data(source)
     parts = spread(model, layout, place.device, lambda: _example(job, source, precision, place.device))
+    notes += parts.notes
     optimizer.hold(model)
     total = total_steps(settings, source.windows_per_epoch)
     schedule = make_schedule(job, optimizer.optimizer, total)

@@ -22,7 +22,7 @@ from shoal.blueprint.split import Split, spans
 from shoal.blueprint.structures import mapped
 from shoal.core.errors import ModelError
 from shoal.parallel.tensor.moves import Group, part_of
-from shoal.parallel.tensor.part import marked, plain
+from shoal.parallel.tensor.part import Part, marked, plain
 
 
 class Piece(NamedTuple):
@@ -129,7 +129,7 @@ def apply(
         if split is not None:
             parameter.data = part_of(parameter.data, split, group).clone(memory_format=torch.contiguous_format)
     _show(model, blueprint, layout)
-    model.register_forward_hook(_whole_outputs)
+    model.register_forward_hook(_outputs)
     return layout
 
 
@@ -210,6 +210,12 @@ def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
         module.register_forward_hook(hooks.leave, always_call=True)
 
 
-def _whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Collective where an output is a part. What leaves the model is whole."""
-    return mapped(plain, output)
+def _outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Collective where an output is a part. What leaves the model is whole, but for what is split along its last
+    dimension: a head's logits stay parts, so that a loss of them need not gather them."""
+
+    def left(tensor: Tensor) -> Tensor:
+        logits = isinstance(tensor, Part) and tensor._split.dim == tensor.dim() - 1
+        return tensor if logits else plain(tensor)
+
+    return mapped(left, output)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.blueprint.calls import Outcome
-from shoal.blueprint.split import Seen, Split, local_size, spans
+from shoal.blueprint.split import Seen, Split, spans
+from shoal.parallel.tensor import losses
 from shoal.parallel.tensor.moves import Group, part_of
 
 
@@ -128,5 +129,6 @@ def _embedding(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, gr
 
 HOW: dict[str, Callable[..., Any]] = {
     "reshape": _reshape, "expand": _expand, "cut": _cut, "index": _index, "dropout": _dropout,
-    "attention": _attention, "embedding": _embedding,
+    "attention": _attention, "embedding": _embedding, "log_softmax": losses.log_softmax,
+    "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
 }  # fmt: skip

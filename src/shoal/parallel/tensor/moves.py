@@ -64,7 +64,7 @@ class Group:
         made = torch.empty_like(every[0])
         if not isinstance(tensor, FakeTensor):
             dist.reduce_scatter_tensor(made, every.flatten(0, 1), group=self.ranks)
-        return made.narrow(split.dim, 0, own[split.dim]).contiguous()
+        return made if own == made.shape else made.narrow(split.dim, 0, own[split.dim]).clone()
 
 
 def _padded(part: Tensor, dim: int, size: int) -> Tensor:
