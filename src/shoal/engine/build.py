@@ -86,6 +86,7 @@ def build(
     check_same_data(source)
     loaded = weights is not None or reader is not None
     parts = spread(start, layout, place.device, lambda: _example(job, source, precision, place.device), loaded)
+    notes += parts.notes
     if weights is not None and layout.divides:
         notes += load_weights(model, *weights, parts.held)
     optimizer.hold(model, parts.held)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.positions import Shared, shared_positions
 from shoal.blueprint.roles import roles
 from shoal.blueprint.split import spans
 from shoal.blueprint.trace import trace
@@ -32,13 +33,14 @@ Gradients = GradientBuckets | ShardedGradients
 
 class Parts(NamedTuple):
     """What the engine runs. ``trained``: names of the whole model's trained parameters, the same on all ranks;
-    ``holds``: which of them this rank holds."""
+    ``holds``: which of them this rank holds; ``notes``: what of the layout the model does not allow."""
 
     forwards: Forwards
     gradients: Gradients
     trained: list[str]
     holds: list[bool]
     held: Held
+    notes: list[str]
 
 
 def spread(
@@ -55,6 +57,7 @@ def spread(
         raise ConfigError(f"cpu_offload goes with a shard axis, and the mesh is {mesh}; leave it out or set shard > 1")
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]
     pipelined, divided = None, None
+    notes: list[str] = []
     if layout.divides:
         start.strip()
     if mesh.pipeline > 1 or mesh.tensor > 1:
@@ -64,10 +67,13 @@ def spread(
         if layout.pipeline is not None and mesh.pipeline > 1:
             pipelined = Pipelined(model, blueprint, plan, layout.rank, layout.pipeline, device, first)
         if mesh.tensor > 1:
-            divided = divide(model, blueprint, layout)
+            divided, notes = divide(model, blueprint, layout)
     recompute.apply(model, plan.recompute)
     elsewhere = frozenset(map(plain, pipelined.elsewhere)) if pipelined else frozenset[str]()
     sharded = shard(model, layout, elsewhere) if mesh.shard > 1 else None
+    if sharded is not None and plan.sequence_parallel:
+        for unit in sharded.units:
+            tensor.keep_parts(model.get_submodule(unit))
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     packed = _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}
     held = Held(mesh, layout.rank, packed, places)
@@ -81,7 +87,7 @@ def spread(
     if pipelined:
         pipelined.around_schedule(gradients.start_schedule, gradients.gather, gradients.release, tensor.plain)
     names = {name for name, _ in mine}
-    return Parts(forwards, gradients, trained, [name in names for name in trained], held)
+    return Parts(forwards, gradients, trained, [name in names for name in trained], held, notes)
 
 
 def _gradients(
@@ -96,19 +102,31 @@ def _gradients(
     return GradientBuckets(mine, int(layout.plan.bucket_mb * 2**20), layout.data, tied, alike)
 
 
-def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tensor.Layout:
-    """Divide weights over the tensor axis by the roles that the blueprint gives. Raises ConfigError where none is."""
+def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tensor.Layout, list[str]]:
+    """Divide weights over the tensor axis by the roles that the blueprint gives, and positions where the plan says so.
+
+    Also gives what stays whole. Raises ConfigError where nothing can be divided.
+    """
     degree = layout.plan.mesh.tensor
-    if layout.plan.sequence_parallel:
-        raise ConfigError(
-            "sequence_parallel was asked for, and the positions between tensor regions cannot be shared out yet; "
-            "set sequence_parallel = false"
-        )
     found = roles(blueprint, degree, layout.plan.roles)
     if not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={degree}, but no weight of the model can be divided ({reasons}); set tensor = 1")
-    return tensor.apply(model, blueprint, found, layout.axes("tensor"))
+    shared = shared_positions(blueprint, found) if layout.plan.sequence_parallel else None
+    if shared is not None and not shared.layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(shared.reasons.items())[:3])
+        raise ConfigError(
+            f"sequence_parallel was asked for, but the positions of no layer's output can be shared out over "
+            f"tensor={degree} ({reasons}); set sequence_parallel = false"
+        )
+    layers = shared.layers if shared else {}
+    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), _told(shared) if shared else []
+
+
+def _told(shared: Shared) -> list[str]:
+    """Where positions are not shared out, and where they are gathered besides."""
+    found = [f"sequence parallel: {name} gives all positions: {reason}" for name, reason in shared.reasons.items()]
+    return found + [f"sequence parallel: all positions are gathered for {where}" for where in shared.gathers]
 
 
 def _packed(model: nn.Module, divided: tensor.Layout, degree: int, place: int) -> dict[str, Packed]:

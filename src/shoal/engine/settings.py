@@ -32,6 +32,9 @@ class RunSettings(Settings):
         None, description="pipeline schedule (default: 1f1b, gpipe where micro-batches are few)"
     )
     chunks: int = Field(1, ge=1, description="pipeline stages that each rank holds")
+    sequence_parallel: bool = Field(
+        False, description="between tensor regions, each rank of the tensor axis keeps its positions of the sequences"
+    )
     shard_level: Literal[1, 2, 3] = Field(
         3, description="what the shard axis divides: 1 optimizer, 2 also gradients, 3 also weights outside of their use"
     )
@@ -93,6 +96,6 @@ MAY_CHANGE = frozenset(
     {
         "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
         "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile", "debug_collectives",
-        "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload",
+        "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
     }
 )  # fmt: skip
