@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.loading import loading
 from shoal.cli.train import flags_of
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
@@ -30,8 +31,9 @@ def command(
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 where nothing is different or broken, else 1."""
-    from shoal.core.errors import ShoalError
-    from shoal.verify import verify_file
+    with loading():
+        from shoal.core.errors import ShoalError
+        from shoal.verify import verify_file
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
