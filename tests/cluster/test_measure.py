@@ -11,7 +11,7 @@ from shoal.cluster.facts import Cluster, Collective
 from shoal.cluster.fit import line_error
 from shoal.cluster.grid import grid, tiny
 from shoal.cluster.machine import counts, groups
-from shoal.cluster.measure import Bench, fingerprint, measure
+from shoal.cluster.measure import Bench, measure
 
 KINDS = get_args(Collective)
 CPU = torch.device("cpu")
@@ -112,13 +112,6 @@ def test_groups_inside_and_between_machines():
     assert groups(12, 3, 4, 3) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     assert groups(12, 2, 4, 3) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert counts([0, 1, 2, 0, 1, 2]) == [3, 3] and counts([0, 1, 0]) == [2, 1]
-
-
-@pytest.mark.unit
-def test_a_fingerprint_tells_workers_and_machines_apart():
-    one = fingerprint("cpu", 2)
-    assert one == fingerprint("cpu", 2) and torch.__version__ == one["torch"]
-    assert one != fingerprint("cpu", 4) and one != fingerprint("cpu", 2, nodes=2)
 
 
 @pytest.mark.nightly

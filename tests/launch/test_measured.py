@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.harness import run_ranks
 
 import shoal
@@ -82,3 +83,10 @@ def test_bad_input_is_refused_before_anything_is_measured(flags, text, capsys, m
 def test_the_cache_is_the_users(home, found, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert module.cache_folder() == Path(found).expanduser()
+
+
+@pytest.mark.unit
+def test_a_fingerprint_tells_workers_and_machines_apart():
+    one = module.fingerprint("cpu", 2)
+    assert one == module.fingerprint("cpu", 2) and torch.__version__ == one["torch"]
+    assert one != module.fingerprint("cpu", 4) and one != module.fingerprint("cpu", 2, nodes=2)

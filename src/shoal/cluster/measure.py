@@ -7,7 +7,6 @@ A collective is measured in all groups of its size at once, as a training step r
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -56,8 +55,9 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
     device = _device(bench)
     inside = bench.link(range(2, per_node + 1), 1) if per_node > 1 else None
     between = bench.link(range(2, nodes + 1), per_node) if nodes > 1 else None
-    if inside is not None or between is not None:
-        device["overlap_slowdown"] = bench.overlap()
+    widest = between or inside
+    if widest is not None:
+        device["overlap_slowdown"] = bench.overlap(widest)
     memory = machine.memory_bytes() // per_node
     if place.type == "cuda":
         memory, reserved = _gpu_memory(place)
@@ -79,23 +79,6 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
     made = Cluster(**values)
     made.check("measured")
     return made
-
-
-def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
-    """What a measurement depends on: another value of any of it makes a kept one another machine's."""
-    devices = (
-        [torch.cuda.get_device_name(number) for number in range(workers // nodes)]
-        if kind == "cuda"
-        else [machine.processor()]
-    )
-    return {
-        "devices": ", ".join(dict.fromkeys(devices)),
-        "cores": str(os.cpu_count()),
-        "workers": str(workers),
-        "nodes": str(nodes),
-        "torch": torch.__version__,
-        "host": platform.node(),
-    }
 
 
 class Bench:
@@ -286,10 +269,15 @@ class Bench:
             dist.recv(whole, first, group=group)
             dist.send(whole, first, group=group)
 
-    def overlap(self) -> float:
-        """The factor by which products are slower while an all-reduce of the whole world runs, at least 1."""
+    def overlap(self, link: Link) -> float:
+        """The factor by which products are slower while an all-reduce of the whole world runs, at least 1.
+
+        ``link``: the widest, whose rate says how large a buffer keeps it busy for long enough.
+        """
         budget_s = self.next(SMALL, "products beside a collective")
-        whole = torch.zeros(min(self.grid.largest_bytes, 64 * 2**20) // 4, device=self.place)
+        rate = next(fit.bytes_per_s for fit in reversed(link.fits) if fit.collective == "all_reduce")
+        nbytes = min(self.grid.largest_bytes, int(rate * budget_s / 16))
+        whole = torch.zeros(max(nbytes // 4, 1), device=self.place)
         moving = self.largest(self.seconds(lambda: dist.all_reduce(whole), budget_s / 4))
         size = 4096 if self.place.type == "cuda" else 256
         x = torch.randn(size, size, device=self.place).to(DTYPES[self.grid.main_precision])
