@@ -56,6 +56,7 @@ def test_in_a_world_all_ranks_get_the_cluster_and_the_first_one_writes(tmp_path)
 
     one, two = run_ranks(body, 2)
     assert one == two and (one.nodes, one.devices_per_node) == (2, 1) and one.inside is None
+    assert one.between.name == "gloo between machines"
     assert [path.name for path in tmp_path.iterdir()] == ["0.toml"]  # another grid than usual is not kept
 
 
