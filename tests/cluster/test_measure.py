@@ -1,5 +1,6 @@
 """Measuring on a tiny grid: what is found is there, is positive, and is the same on every rank."""
 
+import re
 import time
 from typing import get_args
 
@@ -12,6 +13,7 @@ from shoal.cluster.fit import line_error
 from shoal.cluster.grid import grid, tiny
 from shoal.cluster.machine import counts, groups
 from shoal.cluster.measure import Bench, measure
+from shoal.core.errors import ConfigError
 
 KINDS = get_args(Collective)
 CPU = torch.device("cpu")
@@ -71,10 +73,13 @@ def test_uneven_machines_and_a_folder_that_takes_no_file_are_refused(tmp_path):
         run_ranks(uneven, 3)
 
     def no_folder(rank):
-        Bench(CPU, tiny(), lambda part, text: None).disk(tmp_path / "gone", 1)
+        with pytest.raises(ConfigError) as refused:
+            Bench(CPU, tiny(), lambda part, text: None).disk(tmp_path / ("" if rank else "gone"), 1)
+        return str(refused.value)
 
-    with pytest.raises(RankFailed, match="gone takes no file to measure the disk with: No such file.*name another"):
-        run_ranks(no_folder, 1)
+    first, second = run_ranks(no_folder, 2)
+    assert re.search("gone takes no file to measure the disk with: No such file.*; name another folder", first)
+    assert re.search(f"{tmp_path} takes no file on another machine; name another folder", second)
 
 
 @pytest.mark.ranks

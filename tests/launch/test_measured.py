@@ -17,7 +17,7 @@ import shoal.launch.measure as module
 from shoal.cli.measure import command
 from shoal.cluster import Cluster, find
 from shoal.cluster.grid import tiny
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerFailure
 
 SCRIPT = Path(__file__).with_name("measuring.py")
 
@@ -74,6 +74,14 @@ def test_bad_input_is_refused_before_anything_is_measured(flags, text, capsys, m
         command(**flags)
     said = capsys.readouterr()
     assert (ended.value.code, said.err, said.out) == (1, f"error: {text}\n", "")
+
+
+@pytest.mark.unit
+def test_workers_that_failed_are_not_taken_for_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "run_workers", lambda *args, **kwargs: 3)
+    with pytest.raises(WorkerFailure, match="measuring ended with status 3; the cause is on stderr, above"):
+        shoal.measure(workers=2, out=tmp_path / "c.toml")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.unit
