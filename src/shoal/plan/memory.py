@@ -102,11 +102,15 @@ class _Stage:
     def live(self, moment: Moment, outside: bool) -> float:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
 
-    def received(self) -> float:
-        """Buffers of one micro-batch, for what comes in and for its gradients that come back."""
-        entering = 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes
-        returning = 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes
-        return (entering + returning) * self.samples
+    @property
+    def entering(self) -> float:
+        """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
+        return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
+
+    @property
+    def leaving(self) -> float:
+        """Bytes that go to the stage after."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
 
 
 def holding(block: Block) -> Holding:
@@ -148,38 +152,41 @@ class _Rank:
         ]
 
     def lives(self) -> Iterator[_Live]:
-        """The moments of the step."""
+        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited."""
         begun: dict[tuple[int, int], float] = {}
-        backwards = 0
+        sent = 0.0
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
-            forward = action.kind == "F"
-            split = action.kind == "W"
-            others = sum(kept for other, kept in begun.items() if other != key)
-            if not split:
-                yield from self.within(stage, others, forward, backwards)
-            if forward:
+            others = sum(kept for other, kept in begun.items() if other != key) + sent
+            if action.kind != "W":
+                yield from self.within(stage, others, action.kind == "F", action.micro)
+            if action.kind == "F":
                 begun[key] = stage.kept
             elif action.kind in "BW":
                 begun.pop(key, None)
-                backwards += 1
+                sent += stage.entering + stage.leaving
 
-    def within(self, stage: _Stage, others: float, forward: bool, backwards: int) -> Iterator[_Live]:
+    def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
-        before = 0.0
+        before = others
         for number in stage.numbers:
             own = number == last
-            for held in self.model.moments(number, forward, backwards):
-                for live, gradients in stage.moments(number, forward):
-                    name = ("loss" if own else "forward") if forward else "backward"
-                    yield _Live(name, others + before + live * (not own), live * own, held.with_gradients(gradients))
+            name = ("loss" if own else "forward") if forward else "backward"
+            held = self.model.moment(number, forward, micro)
+            for live, gradients in stage.moments(number, forward):
+                yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
+            reducing = None if forward else self.model.reducing(number, micro)
+            if reducing is not None:
+                carried = self.profile.blocks[number].carried_bytes * stage.samples if number else 0.0
+                yield _Live(name, before + carried, 0.0, reducing)
             before += stage.left[number]
 
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.received() for stage in self.stages.values()) * candidate.accumulation
-        inputs = self.profile.input_bytes * candidate.micro_batch
+        received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
+        passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
+        inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]
