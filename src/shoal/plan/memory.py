@@ -158,6 +158,7 @@ class _Rank:
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
             others = sum(kept for other, kept in begun.items() if other != key) + sent
+            others += stage.leaving * (action.kind != "F")
             if action.kind != "W":
                 yield from self.within(stage, others, action.kind == "F", action.micro)
             if action.kind == "F":
@@ -186,6 +187,7 @@ class _Rank:
         candidate = self.candidate
         received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
+        passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
         inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
