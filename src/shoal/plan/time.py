@@ -7,7 +7,7 @@ https://doi.org/10.1145/1498765.1498785); collectives: collectives.py; pipelines
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster, Device
@@ -59,6 +59,9 @@ class Prices:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self.profile, self.cluster = profile, cluster
         self._passes: dict[tuple, tuple[Pass, Pass]] = {}
+        self._stages: dict[tuple, list[tuple[Pass, Pass]]] = {}
+        self._plays: dict[tuple, float] = {}
+        self._numels = [sum(weight.numel for weight in block.weights) for block in profile.blocks]
 
     def price(self, candidate: Candidate) -> Cost:
         """What one step costs."""
@@ -70,7 +73,8 @@ class Prices:
             sums[place[stage]] = sums[place[stage]] + forward + backward
         rank = max(range(pipeline), key=lambda index: sums[index].total)
         work = sums[rank]
-        makespan, sent = self._makespan(candidate, stages, micro * work.total)
+        makespan = self.makespan(candidate)
+        sent = makespan - self.makespan(candidate, sends=False)
         shard, replicate = self._gradients(candidate)
         return Cost(
             compute_s=micro * work.compute,
@@ -87,16 +91,19 @@ class Prices:
 
     def stages(self, candidate: Candidate) -> list[tuple[Pass, Pass]]:
         """Forward and backward of every stage, for one micro-batch."""
-        blocks = self.profile.blocks
-        ends = [*candidate.starts[1:], len(blocks)]
-        found = []
-        for start, end in zip(candidate.starts, ends, strict=True):
-            passes = [self._block(block, candidate) for block in blocks[start:end]]
-            found.append((sum((p[0] for p in passes), Pass()), sum((p[1] for p in passes), Pass())))
-        return found
+        key = (candidate.starts, *_work(candidate))
+        if key not in self._stages:
+            blocks = self.profile.blocks
+            ends = [*candidate.starts[1:], len(blocks)]
+            found = []
+            for start, end in zip(candidate.starts, ends, strict=True):
+                passes = [self._block(block, candidate) for block in blocks[start:end]]
+                found.append((_sum(p[0] for p in passes), _sum(p[1] for p in passes)))
+            self._stages[key] = found
+        return self._stages[key]
 
     def _block(self, block: Block, candidate: Candidate) -> tuple[Pass, Pass]:
-        key = (block.kind, candidate.micro_batch, candidate.recompute, candidate.mesh)
+        key = (block.kind, *_work(candidate))
         if key not in self._passes:
             self._passes[key] = self._priced(block, candidate)
         return self._passes[key]
@@ -136,21 +143,29 @@ class Prices:
             return span(self.cluster, candidate.mesh.tensor * candidate.mesh.context, candidate.expert)
         return over(self.cluster, axis, candidate.mesh)
 
-    def _makespan(self, candidate: Candidate, stages: list[tuple[Pass, Pass]], work: float) -> tuple[float, float]:
-        """Seconds from the first forward to the last backward, and of them what sending between stages exposes."""
-        pipeline = candidate.mesh.pipeline
+    def makespan(self, candidate: Candidate, sends: bool = True) -> float:
+        """Seconds from the first forward to the last backward; ``sends``: what goes between stages takes time.
+
+        The same on every mesh with the same work per rank.
+        """
+        stages, pipeline = self.stages(candidate), candidate.mesh.pipeline
         if pipeline == 1:
-            return work, 0.0
+            return candidate.accumulation * sum(forward.total + backward.total for forward, backward in stages)
         if candidate.schedule is None:
             raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
-        carried = [self.profile.blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
-        where = over(self.cluster, "pipeline", candidate.mesh)
-        sends = [where.seconds("p2p", nbytes) for nbytes in carried] + [0.0]
-        times = [StageTime(f.total, b.total, b.total / 2, send) for (f, b), send in zip(stages, sends, strict=True)]
-        shape = (candidate.schedule, pipeline, candidate.chunks, candidate.accumulation)
-        whole = play(*shape, times).makespan
-        free = play(*shape, [time._replace(send=0.0) for time in times]).makespan
-        return whole, whole - free
+        seconds = [0.0] * len(stages)
+        if sends:
+            where = over(self.cluster, "pipeline", candidate.mesh)
+            carried = [self.profile.blocks[start].carried_bytes for start in candidate.starts[1:]]
+            seconds = [*(where.seconds("p2p", nbytes * candidate.micro_batch) for nbytes in carried), 0.0]
+        times = tuple(
+            StageTime(forward.total, backward.total, backward.total / 2, send)
+            for (forward, backward), send in zip(stages, seconds, strict=True)
+        )
+        key = (candidate.schedule, pipeline, candidate.chunks, candidate.accumulation, times)
+        if key not in self._plays:
+            self._plays[key] = play(*key).makespan
+        return self._plays[key]
 
     def _gradients(self, candidate: Candidate) -> tuple[float, float]:
         """Exposed seconds of gathering shards and of reducing gradients, on the axes shard and replicate."""
@@ -163,23 +178,23 @@ class Prices:
         place = _places(candidate)
         for rank in range(mesh.pipeline):
             mine = [
-                block
+                number
                 for stage, (start, end) in enumerate(zip(candidate.starts, ends, strict=True))
                 if place[stage] == rank
-                for block in blocks[start:end]
+                for number in range(start, end)
             ]
             exposed = self._exposed(candidate, mine, shard_span, copy_span)
             if sum(exposed) > shard + copies:
                 shard, copies = exposed
         return shard, copies
 
-    def _exposed(self, candidate: Candidate, blocks: Sequence[Block], shard: Span, copies: Span) -> tuple[float, float]:
-        """Of one rank. Weights in shards (level 3) are gathered one block ahead in forward and backward, gradients
+    def _exposed(self, candidate: Candidate, blocks: Sequence[int], shard: Span, copies: Span) -> tuple[float, float]:
+        """Of one rank, which holds ``blocks``. Weights in shards (level 3) are gathered one block ahead in forward and backward, gradients
         scattered behind, all on one link; else gradients are reduced behind the last micro-batch's backward."""
         states = candidate.states
         width = states.compute or states.weight
-        weights = [sum(weight.numel for weight in block.weights) for block in blocks]
-        passes = [self._block(block, candidate) for block in blocks]
+        weights = [self._numels[number] for number in blocks]
+        passes = [self._block(self.profile.blocks[number], candidate) for number in blocks]
         micro = candidate.accumulation
         wire = beside = 0.0
         if shard.ranks > 1 and candidate.shard_level == 3:
@@ -213,7 +228,7 @@ class Prices:
         place = _places(candidate)
         sums = [0.0] * candidate.mesh.pipeline
         for stage, (start, end) in enumerate(zip(candidate.starts, ends, strict=True)):
-            sums[place[stage]] += sum(weight.numel for block in blocks[start:end] for weight in block.weights)
+            sums[place[stage]] += sum(self._numels[start:end])
         nbytes = max(sums) / candidate.mesh.shard * (states.gradient + 2 * (states.optimizer + states.weight))
         device = self.cluster.device
         return nbytes / (device.memory_bytes_per_s * device.memory_share)
@@ -240,6 +255,17 @@ def op_seconds(op: Op, micro_batch: float, device: Device, peak: float) -> tuple
         )
     arithmetic = op.flops * micro_batch / (peak * share)
     return max(arithmetic, moved), max(arithmetic * op.backward, moved * op.backward)
+
+
+def _work(candidate: Candidate) -> tuple:
+    """All that decides what a block costs for one micro-batch."""
+    mesh = candidate.mesh
+    return candidate.micro_batch, candidate.recompute, mesh.tensor, mesh.context, candidate.expert
+
+
+def _sum(passes: Iterable[Pass]) -> Pass:
+    columns = [sum(column) for column in zip(*passes, strict=True)]
+    return Pass(*columns)
 
 
 def _places(candidate: Candidate) -> list[int]:
