@@ -64,12 +64,14 @@ class Operation(NamedTuple):
 
 class Storage(NamedTuple):
     """A piece of memory in a forward, loss and backward. Moments count kernels: it is there from ``born`` to
-    ``freed``, both included. ``operation``: whose forward or backward made it. ``of``: the value that lies in it, the
+    ``freed``, both included; ``used``: last by a kernel of the forward. ``operation``: whose forward or backward made
+    it. ``of``: the value that lies in it, the
     parameter that it is a cast copy of (in backward: the gradient of), or None. ``kept``: autograd keeps it."""
 
     bytes: int
     born: int
     freed: int
+    used: int
     operation: int
     of: int | str | None
     kept: bool

@@ -21,6 +21,7 @@ class Entry:
 
     def __init__(self, nbytes: int, born: int, operation: int) -> None:
         self.bytes, self.born, self.operation = nbytes, born, operation
+        self.used = born
         self.freed: int | None = None
         self.of: int | str | None = None
         self.kept = False
@@ -51,9 +52,18 @@ class Ledger(TorchDispatchMode):
         self.moment += 1
         if self.backward or self._backs:
             self.operation = self._of_backward()
+        if not self.backward:
+            self._use(args)
         made = [self._see(tensor, func, args) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         self.launches += any(made) or func._schema.is_mutable
         return result
+
+    def _use(self, args: Any) -> None:
+        """A kernel of the forward reads these."""
+        for tensor in tree_leaves(args):
+            entry = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            if entry is not None:
+                entry.used = self.moment
 
     def given(self, tensor: Tensor, number: int) -> None:
         """An input or target: there before the first operation."""
@@ -131,7 +141,9 @@ class Ledger(TorchDispatchMode):
         self._watched.clear()
         return Timeline(
             tuple(
-                Storage(e.bytes, e.born, self.moment if e.freed is None else e.freed, e.operation, e.of, e.kept)
+                Storage(
+                    e.bytes, e.born, self.moment if e.freed is None else e.freed, e.used, e.operation, e.of, e.kept
+                )  # fmt: skip
                 for e in self.entries
                 if e.bytes
             ),

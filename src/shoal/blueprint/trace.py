@@ -137,10 +137,11 @@ class _Watcher(TorchFunctionMode):
 
     def number(self, tensor: Tensor, of_model: bool) -> int:
         """A new value. It is known by its identity for as long as it lives: tracing keeps nothing alive."""
-        self.numbers[id(tensor)] = len(self.values)
-        self.watched.append(weakref.ref(tensor, lambda _, key=id(tensor): self.numbers.pop(key, None)))
+        key = id(tensor)
+        self.numbers[key] = len(self.values)
+        self.watched.append(weakref.ref(tensor, lambda _: self.numbers.pop(key, None)))
         self.values.append(Value(tuple(tensor.shape), _dtype(tensor), tensor.numel() * tensor.element_size(), of_model))
-        return self.numbers[id(tensor)]
+        return self.numbers[key]
 
     def values_of(self, found: Any) -> list[int]:
         """The numbers of the values in what a function took or gave."""
