@@ -51,6 +51,16 @@ class _Live(NamedTuple):
     held: Held
 
 
+def _enough(schedule: str, pipeline: int, count: int) -> int:
+    """As many micro-batches as show the most that is held: from the third round on all rounds are alike."""
+    bounded = schedule not in ("gpipe", "looped-bfs")
+    return 4 * pipeline if bounded and count > 4 * pipeline and count % pipeline == 0 else count
+
+
+def _all(live: _Live) -> float:
+    return live.activations + live.logits + live.held.total
+
+
 class _Stage:
     """A run of blocks on one rank, for micro-batches of ``samples``."""
 
@@ -138,9 +148,10 @@ class _Rank:
         """The step's, in order."""
         count = self.candidate.accumulation
         if self.candidate.mesh.pipeline == 1:
+            count = min(count, 3)  # from the second on they are alike
             return [Action(0, kind, micro) for micro in range(count) for kind in ("F", "B")]
         schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
-        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
+        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, _enough(schedule, mesh.pipeline, count))
         return [
             part
             for action in lists[self.place]
@@ -148,20 +159,24 @@ class _Rank:
         ]
 
     def lives(self) -> Iterator[_Live]:
-        """The moments of the step."""
+        """The moment of each of the step's actions that needs most."""
+        most: dict[tuple[int, bool, bool], _Live] = {}
         begun: dict[tuple[int, int], float] = {}
-        backwards = 0
+        kept, backwards = 0.0, 0
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
             forward = action.kind == "F"
-            split = action.kind == "W"
-            others = sum(kept for other, kept in begun.items() if other != key)
-            if not split:
-                yield from self.within(stage, others, forward, backwards)
+            if action.kind != "W":
+                which = (action.stage, forward, backwards > 0)
+                if which not in most:  # the same whatever lies beside it
+                    most[which] = max(self.within(stage, 0.0, forward, backwards), key=_all)
+                top = most[which]
+                yield top._replace(activations=top.activations + kept - begun.get(key, 0.0))
             if forward:
                 begun[key] = stage.kept
+                kept += stage.kept
             elif action.kind in "BW":
-                begun.pop(key, None)
+                kept -= begun.pop(key, 0.0)
                 backwards += 1
 
     def within(self, stage: _Stage, others: float, forward: bool, backwards: int) -> Iterator[_Live]:
@@ -183,7 +198,7 @@ class _Rank:
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]
-        top = max(found, key=lambda live: live.activations + live.logits + live.held.total)
+        top = max(found, key=_all)
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.cluster.facts import Cluster
 from shoal.plan import balance
 from shoal.plan.candidate import Candidate, Cost, Memory
-from shoal.plan.memory import ranks
+from shoal.plan.memory import holding, ranks, recomputed
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.space import Core, Question, Spread, candidate, cores, degrees, spreads
@@ -81,7 +81,7 @@ class Search:
         self._passes: dict[tuple, np.ndarray] = {}
         self._bottlenecks: dict[tuple, np.ndarray] = {}
         self._cuts: dict[tuple, tuple[int, ...]] = {}
-        self._kept: dict[tuple, float] = {}
+        self._left: dict[tuple, np.ndarray] = {}
         self.priced = 0
 
     def cores(self) -> list[Core]:
@@ -101,7 +101,7 @@ class Search:
             if each.bound_s >= _worst(best, top):
                 break
             if not each.starts:
-                if self.least_kept(each.core) <= self.usable_bytes:
+                if self.left(each.core).sum() <= self.usable_bytes * each.core.pipeline:
                     heapq.heappush(waiting, self.cut(each))
                 continue
             if not each.played:
@@ -189,7 +189,7 @@ class Search:
             if core.pipeline == 1 or full.sum() > core.pipeline:
                 return None
             shrunk = np.where(full > 1, shrunk / full, shrunk)
-            needs, room = _needs(profile, made, held, self.usable_bytes * shrunk)
+            needs, room = _needs(profile, made, held, self.left(core), self.usable_bytes * shrunk)
             found = balance.cut(self.passes(core).sum(axis=1), core.stages, needs, room)
             if found is None or found == made.starts:
                 return None
@@ -212,7 +212,16 @@ class Search:
 
     def fits(self, core: Core, starts: tuple[int, ...]) -> bool:
         """Whether any way to hold the weights does: the one that holds least."""
-        return self.fitted(core, Spread(1, core.data, 3, core.data > 1), starts) is not None
+        spread = Spread(1, core.data, 3, core.data > 1)
+        left = np.add.reduceat(self.left(core), starts)
+        place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
+        held = [
+            in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
+            for rank in range(core.pipeline)
+        ]
+        if sum(held) > self.usable_bytes * core.pipeline:
+            return False
+        return self.fitted(core, spread, starts) is not None
 
     def plans(
         self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf
@@ -238,14 +247,15 @@ class Search:
             made, memory = found
             yield Found(made, cost if made.starts == starts else prices.price(made), memory)
 
-    def least_kept(self, core: Core) -> float:
-        """Bytes of activations that the fullest rank holds at least: those of one micro-batch, shared out evenly."""
-        key = (core.tensor, core.sequence_parallel, core.recompute)
-        if key not in self._kept:
-            blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
-            level = "full" if core.recompute == "selective" else core.recompute
-            self._kept[key] = sum(_kept(block, level) for block in blocks)
-        return self._kept[key] * core.micro_batch / core.pipeline
+    def left(self, core: Core) -> np.ndarray:
+        """(blocks,): bytes that the forward of a micro-batch leaves for backward."""
+        key = (core.tensor, core.sequence_parallel, core.recompute, core.micro_batch)
+        if key not in self._left:
+            profile = self.profiles[core.tensor, core.sequence_parallel]
+            alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=1)
+            chosen = recomputed(profile, candidate(self.question, alone, Spread(1, 1, 3, False), (0,)))
+            self._left[key] = np.array([_left(block, at in chosen, core) for at, block in enumerate(profile.blocks)])
+        return self._left[key]
 
     def least(self) -> tuple[Candidate, Memory] | None:
         """What needs the least memory of all: the smallest micro-batch, all recomputed, all shared out. None where
@@ -269,14 +279,13 @@ def _worst(best: dict[tuple, Found], top: int) -> float:
 
 
 def _needs(
-    profile: Profile, made: Candidate, held: list[Memory], usable: np.ndarray
+    profile: Profile, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
 ) -> tuple[list[np.ndarray], list[float]]:
     """For every stage the bytes that blocks take there, as far as they grow with blocks, and the room for them.
 
     What a rank's blocks take per weight and per kept byte is read off its present account; the rest stays as it is.
     """
     numels = np.array([sum(weight.numel for weight in block.weights) for block in profile.blocks], float)
-    kept = np.array([_kept(block, made.recompute) for block in profile.blocks])
     ends = [*made.starts[1:], len(numels)]
     place = [stage_rank(made.schedule or "", s, made.mesh.pipeline, made.chunks) for s in range(len(ends))]
     needs, room = [], []
@@ -290,6 +299,24 @@ def _needs(
     return needs, room
 
 
-def _kept(block: Block, recompute: str) -> float:
-    kept = sum(op.kept_bytes for op in block.ops)
-    return block.input_bytes if recompute == "full" and block.repeated else kept
+def _left(block: Block, recomputes: bool, core: Core) -> float:
+    held = holding(block)
+    sample, fixed = held.passed if recomputes else held.kept
+    return sample * core.micro_batch + fixed
+
+
+def in_flight(core: Core, rank: int) -> int:
+    """The chunks of a pipeline's rank that wait for their backward at once, at least (techniques: each schedule's own
+    order; those of zero-bubble schedules wait for their weights' half)."""
+    pipeline, chunks, micro = core.pipeline, core.chunks, core.accumulation
+    if core.schedule is None:
+        return 1
+    width = micro // max(1, micro // pipeline)
+    most = {
+        "1f1b": pipeline - rank,
+        "interleaved-1f1b": (chunks - 1) * width + 2 * (pipeline - 1 - rank) + 1,
+        "interleaved-zero-bubble": (chunks - 1) * width + pipeline - rank,
+        "zbv": pipeline + 1,
+        "dualpipev": 2 * pipeline,
+    }
+    return min(micro * chunks, most.get(core.schedule, micro * chunks))
