@@ -51,12 +51,6 @@ class _Live(NamedTuple):
     held: Held
 
 
-def _enough(schedule: str, pipeline: int, count: int) -> int:
-    """As many micro-batches as show the most that is held: from the third round on all rounds are alike."""
-    bounded = schedule not in ("gpipe", "looped-bfs")
-    return 4 * pipeline if bounded and count > 4 * pipeline and count % pipeline == 0 else count
-
-
 def _all(live: _Live) -> float:
     return live.activations + live.logits + live.held.total
 
@@ -112,11 +106,15 @@ class _Stage:
     def live(self, moment: Moment, outside: bool) -> float:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
 
-    def received(self) -> float:
-        """Buffers of one micro-batch, for what comes in and for its gradients that come back."""
-        entering = 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes
-        returning = 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes
-        return (entering + returning) * self.samples
+    @property
+    def entering(self) -> float:
+        """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
+        return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
+
+    @property
+    def leaving(self) -> float:
+        """Bytes that go to the stage after."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
 
 
 def holding(block: Block) -> Holding:
@@ -148,10 +146,10 @@ class _Rank:
         """The step's, in order."""
         count = self.candidate.accumulation
         if self.candidate.mesh.pipeline == 1:
-            count = min(count, 3)  # from the second on they are alike
-            return [Action(0, kind, micro) for micro in range(count) for kind in ("F", "B")]
+            unlike = sorted({0, min(1, count - 1), count - 1})  # the others are as the second
+            return [Action(0, kind, micro) for micro in unlike for kind in ("F", "B")]
         schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
-        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, _enough(schedule, mesh.pipeline, count))
+        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
         return [
             part
             for action in lists[self.place]
@@ -159,42 +157,48 @@ class _Rank:
         ]
 
     def lives(self) -> Iterator[_Live]:
-        """The moment of each of the step's actions that needs most."""
-        most: dict[tuple[int, bool, bool], _Live] = {}
+        """The moment of each of the step's actions that needs most. What was sent to a neighbour stays until the step's
+        end, where sends are awaited."""
+        most: dict[tuple[int, bool, bool, bool], _Live] = {}
         begun: dict[tuple[int, int], float] = {}
-        kept, backwards = 0.0, 0
+        beside, last = 0.0, self.candidate.accumulation - 1
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
             forward = action.kind == "F"
             if action.kind != "W":
-                which = (action.stage, forward, backwards > 0)
+                which = (action.stage, forward, action.micro == 0, action.micro == last)
                 if which not in most:  # the same whatever lies beside it
-                    most[which] = max(self.within(stage, 0.0, forward, backwards), key=_all)
+                    most[which] = max(self.within(stage, stage.leaving * (not forward), forward, action.micro), key=_all)
                 top = most[which]
-                yield top._replace(activations=top.activations + kept - begun.get(key, 0.0))
+                yield top._replace(activations=top.activations + beside - begun.get(key, 0.0))
             if forward:
                 begun[key] = stage.kept
-                kept += stage.kept
+                beside += stage.kept
             elif action.kind in "BW":
-                kept -= begun.pop(key, 0.0)
-                backwards += 1
+                beside += stage.entering + stage.leaving - begun.pop(key, 0.0)
 
-    def within(self, stage: _Stage, others: float, forward: bool, backwards: int) -> Iterator[_Live]:
+    def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
-        before = 0.0
+        before = others
         for number in stage.numbers:
             own = number == last
-            for held in self.model.moments(number, forward, backwards):
-                for live, gradients in stage.moments(number, forward):
-                    name = ("loss" if own else "forward") if forward else "backward"
-                    yield _Live(name, others + before + live * (not own), live * own, held.with_gradients(gradients))
+            name = ("loss" if own else "forward") if forward else "backward"
+            held = self.model.moment(number, forward, micro)
+            for live, gradients in stage.moments(number, forward):
+                yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
+            reducing = None if forward else self.model.reducing(number, micro)
+            if reducing is not None:
+                carried = self.profile.blocks[number].carried_bytes * stage.samples if number else 0.0
+                yield _Live(name, before + carried, 0.0, reducing)
             before += stage.left[number]
 
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.received() for stage in self.stages.values()) * candidate.accumulation
-        inputs = self.profile.input_bytes * candidate.micro_batch
+        received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
+        passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
+        passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
+        inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]

@@ -41,6 +41,7 @@ class Sharded:
         self.states, self.staged = candidate.states, candidate.mesh.pipeline > 1
         self.order = sorted(numbers)
         blocks = {number: profile.blocks[number] for number in self.order}
+        self.blocks = blocks
         self.unit = {number: self.unit_of(number, block) for number, block in blocks.items()}
         held: dict[str, tuple[Weight, int]] = {}
         for number, block in blocks.items():
@@ -79,36 +80,82 @@ class Sharded:
                 sums[unit] = sums.get(unit, 0.0) + size(weight)
         return sums
 
-    def moments(self, number: int, forward: bool, backwards: int) -> list[Held]:
-        """At a block's forward or backward, after ``backwards`` backwards of this step."""
+    def moment(self, number: int, forward: bool, micro: int) -> Held:
+        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step."""
         if self.shards == 1:
-            return [Held(0.0, self.gradients, 0.0)]
-        return [self.moment(number, forward, backwards)]
-
-    def moment(self, number: int, forward: bool, backwards: int) -> Held:
-        unit, level = self.unit[number], self.candidate.shard_level
-        units = [u for u in self.whole if u != ROOT]
-        place = units.index(unit) if unit in units else None
-        if self.staged or level < 3:
-            done = units if self.staged or not forward or backwards else units[: (place or 0) + 1]
-            gathered = self.whole[ROOT] + sum(self.whole[u] for u in done)
-        else:
-            gathered = self.whole[ROOT] + (self.whole[unit] if place is not None else 0.0)
+            return Held(0.0, self.gradients, 0.0)
+        units = [unit for unit in self.whole if unit != ROOT]
         if forward:
-            shards = self.gradients if backwards else 0.0
-            buffer = self.whole[unit] if level == 3 or not backwards else 0.0
-            return Held(gathered, shards, buffer)
-        later = [u for u in units if u > number]
-        before = [u for u in units if u < number]
-        accumulates = level == 1 and self.candidate.accumulation > 1
-        shards = self.gradients if backwards and not accumulates else sum(self.mine[u] for u in later)
-        root = sum(w.numel * self.states.gradient for w, u in self.held if u == ROOT and w.trains) * (
-            number < (units[0] if units else 0)
+            return self._forward(number, units, micro)
+        return self._backward(number, units, micro)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients are summed over the micro-batches before they are sharded."""
+        return self.staged or (self.candidate.shard_level == 1 and self.candidate.accumulation > 1)
+
+    def _forward(self, number: int, units: list[int], micro: int) -> Held:
+        """The root, what was gathered before, this block, and the buffer that it was gathered in."""
+        unit = self.unit[number]
+        stay = self.staged or self.candidate.shard_level < 3
+        here = [u for u in units if u <= number] if stay else [u for u in units if u == unit]
+        whole = units if stay and micro else here
+        gathered = self.whole[ROOT] + sum(self.whole[u] for u in whole)
+        before = [u for u in units if u <= number]
+        buffer = self.whole[before[-1] if before else ROOT] * (not (stay and micro))
+        return Held(gathered, self.before(micro), buffer)
+
+    def before(self, micro: int) -> float:
+        """Gradients that the micro-batches before this one left."""
+        if not micro:
+            return 0.0
+        return sum(self.made.values()) if self.accumulates else self.gradients
+
+    def _backward(self, number: int, units: list[int], micro: int) -> Held:
+        """The root, this block or all, the unit that is fetched ahead; what is reduced, and what waits for it."""
+        stay = self.staged or self.candidate.shard_level < 3
+        earlier, later = [u for u in units if u < number], [u for u in units if u > number]
+        own = self.unit[number]
+        reduces = not self.accumulates or (micro == self.candidate.accumulation - 1 and not self.staged)
+        gone = later if stay and micro == self.candidate.accumulation - 1 and not self.staged else []
+        gathered = self.whole[ROOT] + (
+            sum(self.whole[u] for u in units if u not in gone) if stay else self.whole[own] * (own != ROOT)
         )
-        prefetched = self.whole[before[-1]] if level == 3 and before and not self.staged else 0.0
-        sending = self.sent[later[0]] if later else 0.0
-        whole = sum(self.made[u] for u in later) if accumulates else 0.0
-        return Held(gathered, shards + root + whole, prefetched + sending, True)
+        ahead = self.whole[earlier[-1]] if earlier and not stay else 0.0
+        sending = self.sent[later[0]] if later and reduces else 0.0
+        if not micro or not self.accumulates:
+            shards = self.gradients if micro else 0.0
+            done = self.root_made(number) + (shards or sum(self.mine[u] for u in later if reduces))
+            done += 0.0 if reduces else sum(self.made[u] for u in later)
+            return Held(gathered, done, ahead + sending, True)
+        waiting = sum(self.made.values()) - sum(self.made[u] for u in later if reduces)
+        return Held(gathered, waiting + sum(self.mine[u] for u in later if reduces), ahead + sending)
+
+    def root_made(self, number: int) -> float:
+        """Whole gradients of the root's weights in blocks after this one, whose backward is over."""
+        names = {w.name: w.numel * w.trains for n in self.order if n > number for w in self.blocks[n].weights}
+        early = {w.name for n in self.order if n <= number for w in self.blocks[n].weights}
+        root = {weight.name for weight, unit in self.held if unit == ROOT}
+        return sum(numel for name, numel in names.items() if name in root - early) * self.states.gradient
+
+    def reducing(self, number: int, micro: int) -> Held | None:
+        """At the end of a block's backward, where its gradients are copied and sent; None where they are not."""
+        own = self.unit[number]
+        last = micro == self.candidate.accumulation - 1
+        if self.shards == 1 or self.staged or (own == ROOT and number) or (self.accumulates and not last):
+            return None
+        now = self._backward(number, [unit for unit in self.whole if unit != ROOT], micro)
+        unit = own if own != ROOT else ROOT
+        new = 0.0 if self.accumulates and micro else self.made[unit] - (self.root_made(number) if own == ROOT else 0.0)
+        reshards = last or self.candidate.shard_level == 3
+        buffers = now.buffers - (self.sent[min(u for u in self.sent if u > number)] if self.has_later(number) else 0.0)
+        return Held(
+            now.gathered - self.whole[unit] * reshards, now.gradients + new, buffers + self.sent[unit] + self.mine[unit]
+        )
+
+    def has_later(self, number: int) -> bool:
+        """Whether a unit comes after a block."""
+        return any(unit > number for unit in self.whole)
 
     def updating(self) -> Held:
         """While the optimizer runs."""
