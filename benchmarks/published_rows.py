@@ -23,13 +23,13 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = {
-    "nanotron": Framework("nanotron", Software(fused_activation=False), States(2, 0, 4, 12)),
+    "nanotron": Framework("nanotron", Software(activation=5, activation_kept=3), States(2, 0, 4, 12)),
     "megatron": Framework("megatron", Software(), States(2, 0, 4, 12)),
     "megatron-deepspeed": Framework("megatron-deepspeed", Software(flash=False, dropout=True), States(2, 0, 2, 12), False),
-    "mosaic": Framework("mosaic", Software(fused_activation=False), States(4, 2, 4, 8)),
-    "fsdp": Framework("fsdp", Software(fused_activation=False, fused_norm=False), States(4, 2, 4, 8, 2)),
+    "mosaic": Framework("mosaic", Software(skips=False), States(4, 2, 4, 8)),
+    "fsdp": Framework("fsdp", Software(activation=5, activation_kept=3, norm=16, norm_kept=4), States(4, 2, 4, 8, 2)),
     "fsdp-compiled": Framework("fsdp-compiled", Software(), States(4, 2, 4, 8, 2)),
-    "internevo": Framework("internevo", Software(fused_activation=False), States(2, 0, 2, 12)),
+    "internevo": Framework("internevo", Software(activation=5, activation_kept=3), States(2, 0, 2, 12)),
 }
 
 
