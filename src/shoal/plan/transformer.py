@@ -75,7 +75,8 @@ class Software(NamedTuple):
     activation_kept: float = 2
     residual: float = 3
     dropout: bool = False
-    loss_bytes: float = 24
+    loss_bytes: float = 16
+    scores: float = 6
     kernels: float = 16
 
 
@@ -184,7 +185,7 @@ class _Part:
         flops = 2.0 * n * s * (q + v) * self.causal
         scores = 0.0 if self.software.flash else n * s * shape.heads / t
         kept = n * (q + 2 * kv + v) * w + scores * (2 * w + 1) + n * shape.heads / t * 4
-        moved = n * (q + 2 * kv + v) * w + scores * 4 * w
+        moved = n * (q + 2 * kv + v) * w + scores * self.software.scores * w
         ops.append(Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.launches))
         ops.append(self.product("attention_out", v, shape.hidden, kept=0.0))
         ops.append(self.residual("attention_add"))
