@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.core.errors import ConfigError, LaunchError, WorkerFailure
@@ -30,7 +28,7 @@ from shoal.launch.spawn import pack, unpack
 from shoal.launch.stop import STOP
 from shoal.launch.watch import Beats
 from shoal.launch.worker import open_beats, watch_joined
-from shoal.launch.world import World, find_world, join, leave
+from shoal.launch.world import World, device_kind, find_world, join, leave, worker_count
 from shoal.monitor.console import Console
 from shoal.monitor.summary import summary as summary_text
 
@@ -120,7 +118,7 @@ def _checked_run(
         return status, read_result(out) if world.rank == 0 else None
     with lock_folder(out):
         (out / RESULT).unlink(missing_ok=True)
-        status = run_workers(entry, count, out, launch.restarts, _device(), launch.port)
+        status = run_workers(entry, count, out, launch.restarts, device_kind(), launch.port)
     return status, read_result(out)
 
 
@@ -146,7 +144,7 @@ def _layout(settings: RunSettings, launch: Launch) -> tuple[World | None, int]:
     else:
         asked = _tried(faults, lambda: wanted_mesh(settings, launch.workers))
         number = asked.size if asked is not None and (settings.mesh or settings.plan) else launch.workers
-        count = _tried(faults, lambda: _workers(number, _device())) or 1
+        count = _tried(faults, lambda: worker_count(number, device_kind())) or 1
     if launch.restarts < 0:
         faults.append(f"--restarts {launch.restarts}; 0 or more")
     _tried(faults, lambda: resolve(settings, count))
@@ -155,25 +153,10 @@ def _layout(settings: RunSettings, launch: Launch) -> tuple[World | None, int]:
     return world, count
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def read_result(out: Path) -> dict[str, Any] | None:
     """The summary that rank 0 left; None where the run did not get that far."""
     path = out / RESULT
     return read_json(path) if path.exists() else None
-
-
-def _workers(asked: int | None, device: str) -> int:
-    if device == "cuda":
-        gpus = torch.cuda.device_count()
-        if asked is not None and asked > gpus:
-            raise ConfigError(f"--workers {asked}, but this machine has {gpus} GPUs; ask for {gpus} or fewer")
-        return asked or gpus
-    if asked is not None and asked < 1:
-        raise ConfigError(f"--workers {asked}; at least 1")
-    return asked or min(2, len(os.sched_getaffinity(0)))
 
 
 def _models_alive() -> set[int]:
@@ -237,7 +220,7 @@ class Entry:
         return self._train(world, beats)
 
     def _train(self, world: World, beats: Beats) -> int:
-        device = join(world, _device(), debug_collectives=self.settings.debug_collectives)
+        device = join(world, device_kind(), debug_collectives=self.settings.debug_collectives)
         first = world.rank == 0
         settings = self.settings.model_copy(update={"resume": True}) if world.restart else self.settings
         hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=self._tell)
