@@ -30,12 +30,21 @@ class Parameter(NamedTuple):
     ties: tuple[str, ...]
 
 
+class Kept(NamedTuple):
+    """A storage that autograd keeps for backward. ``of``: the number of the value that lies in it, the name of the
+    parameter that it is a cast copy of, or None: an operation's own intermediate (statistics, probabilities)."""
+
+    of: int | str | None
+    bytes: int
+
+
 class Operation(NamedTuple):
     """One call of a torch function, as the model's code makes it: attention and norms are single operations.
 
     ``arguments`` and ``keywords``: as given, a tensor as ``Ref``. ``flops``: of the forward, a multiply-add counts two
     (as torch.utils.flop_counter). ``moved_bytes``: read and written. ``kept_bytes``: newly kept for backward by
-    autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out.
+    autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out;
+    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none.
     """
 
     name: str
@@ -49,6 +58,36 @@ class Operation(NamedTuple):
     flops: int
     moved_bytes: int
     kept_bytes: int
+    kept: tuple[Kept, ...] = ()
+    launches: int = 1
+
+
+class Storage(NamedTuple):
+    """A piece of memory in a forward, loss and backward. Moments count kernels: it is there from ``born`` to
+    ``freed``, both included; ``used``: last by a kernel of the forward. ``operation``: whose forward or backward made
+    it. ``of``: the value that lies in it, the
+    parameter that it is a cast copy of (in backward: the gradient of), or None. ``kept``: autograd keeps it."""
+
+    bytes: int
+    born: int
+    freed: int
+    used: int
+    operation: int
+    of: int | str | None
+    kept: bool
+
+
+class Timeline(NamedTuple):
+    """The memory of one micro-batch's forward, loss and backward, without parameters, buffers, inputs and targets.
+
+    ``forward``: the moment at each operation's end (those of the loss come after the model's). ``backward``: (first
+    moment, operation), in order. ``gradients``: (parameter, moment at which its gradient was complete and given up).
+    """
+
+    storages: tuple[Storage, ...]
+    forward: tuple[int, ...]
+    backward: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[str, int], ...]
 
 
 class Ref(NamedTuple):
@@ -58,7 +97,11 @@ class Ref(NamedTuple):
 
 
 class Blueprint(Settings):
-    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class."""
+    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class.
+
+    ``loss``: the operations of the job's loss on the outputs and the ``targets`` (numbers of values), and
+    ``timeline``: what forward, loss and backward hold in memory; both where the loss was traced too.
+    """
 
     values: tuple[Value, ...]
     operations: tuple[Operation, ...]
@@ -67,6 +110,9 @@ class Blueprint(Settings):
     outputs: tuple[int, ...]
     modules: dict[str, str]
     samples: int
+    loss: tuple[Operation, ...] = ()
+    targets: tuple[int, ...] = ()
+    timeline: Timeline | None = None
 
     def within(self, path: str) -> Iterator[Operation]:
         """The operations of the module ``path`` and of those below it, in order."""
@@ -77,7 +123,7 @@ class Blueprint(Settings):
         return sum(operation.flops for operation in self.within(path))
 
     def kept_bytes(self, path: str = "") -> int:
-        """Bytes that a module's forward keeps for backward."""
+        """Bytes that a module's forward keeps for backward, the loss left out."""
         return sum(operation.kept_bytes for operation in self.within(path))
 
     def parameter_bytes(self, path: str = "") -> int:

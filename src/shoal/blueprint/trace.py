@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.blueprint.facts import Blueprint, Operation, Parameter, Ref, Value
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
+from shoal.blueprint.ledger import Entry, Ledger
 from shoal.blueprint.structures import mapped, tensors
 from shoal.core.errors import ModelError
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int = 1) -> Blueprint:
+class Ending(NamedTuple):
+    """What follows a model's forward in a step: ``loss(output, targets)`` as a job has it, and example targets."""
+
+    loss: Callable[[Any, Any], Any]
+    targets: Any
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int = 1, ending: Ending | None = None
+) -> Blueprint:
     """The blueprint of ``model`` (in its present mode, train or eval) for one micro-batch of ``samples``.
 
-    Nothing is computed; parameters may be on any device, also meta. Raises ModelError naming the module that needs
-    data.
+    Nothing is computed; parameters may be on any device, also meta. With ``ending`` the loss is traced too, and a
+    backward through both is run on fake tensors, to know what they hold in memory. Raises ModelError naming the module
+    that needs data.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes:
         held = {name: _fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     watcher = _Watcher(model, held)
     fake_args, fake_kwargs = watcher.taken(fakes, args), watcher.taken(fakes, kwargs)
+    inputs = tuple(watcher.values_of((fake_args, fake_kwargs)))
+    targets = watcher.taken(fakes, ending.targets) if ending else None
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, _: watcher.enter(paths.get(id(module)))),
@@ -41,30 +54,50 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sampl
             lambda module, *_: watcher.leave(paths.get(id(module))), always_call=True
         ),
     ]
+    outputs: list[int] = []
+
+    def forward() -> Any:
+        with watcher:
+            result = functional_call(model, held, fake_args, fake_kwargs)
+            outputs.extend(watcher.values_of(result))
+            watcher.end_model()
+            return ending.loss(result, targets) if ending else None
+
     try:
         with (
             torch.random.fork_rng(devices=[]),
             torch.autograd.graph.saved_tensors_hooks(watcher.kept, lambda tensor: tensor),
-            watcher.flop_counter,
             fakes,
-            watcher,
+            watcher.ledger,
         ):
-            result = functional_call(model, held, fake_args, fake_kwargs)
+            loss = next((t for t in tensors(forward()) if t.requires_grad), None)
+            if loss is not None:
+                with torch.autocast("cpu", enabled=False):
+                    watcher.ledger.run_backward(loss.sum(), held)
     except Exception as error:
-        failed = watcher.failed or ""
-        where = f"module {failed!r} ({type(model.get_submodule(failed)).__name__})" if failed else type(model).__name__
-        raise ModelError(
-            f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}; keep values of tensors out of the control flow"
-        ) from error
+        raise ModelError(_why(model, watcher, error)) from error
     finally:
         for hook in hooks:
             hook.remove()
+    end = watcher.model_ends
     return Blueprint(
-        values=tuple(watcher.values), operations=tuple(watcher.operations), parameters=tuple(_parameters(model)),
-        inputs=tuple(watcher.inputs), outputs=tuple(watcher.numbers[id(t)] for t in tensors(result)),
-        modules={path: type(module).__name__ for path, module in model.named_modules()}, samples=samples,
+        values=tuple(watcher.values), operations=tuple(watcher.operations[:end]), parameters=tuple(_parameters(model)),
+        inputs=inputs, outputs=tuple(outputs), samples=samples,
+        modules={path: type(module).__name__ for path, module in model.named_modules()},
+        loss=tuple(watcher.operations[end:]), targets=tuple(watcher.values_of(targets)),
+        timeline=watcher.ledger.timeline() if loss is not None else None,
     )  # fmt: skip
+
+
+def _why(model: nn.Module, watcher: _Watcher, error: Exception) -> str:
+    failed = watcher.failed or ""
+    where = f"module {failed!r} ({type(model.get_submodule(failed)).__name__})" if failed else type(model).__name__
+    if watcher.model_ends is not None:
+        where = "the loss, or the backward through it and the model,"
+    return (
+        f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
+        f"{str(error).splitlines()[0] if str(error) else ''}; keep values of tensors out of the control flow"
+    )
 
 
 class _Watcher(TorchFunctionMode):
@@ -73,18 +106,16 @@ class _Watcher(TorchFunctionMode):
     def __init__(self, model: nn.Module, held: dict[str, Tensor]) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in held.items()}
-        self.parameter_storages = {_storage(tensor) for tensor in held.values()}
+        self.ledger = Ledger({_storage(tensor): name for name, tensor in held.items()})
         self.values: list[Value] = []
         self.operations: list[Operation] = []
-        self.inputs: list[int] = []
+        self.model_ends: int | None = None  # the operations from here on are the loss's
         self.numbers: dict[int, int] = {}
-        self.alive: list[Tensor] = list(held.values())
+        self.watched: list[Any] = []
         self.stack: list[str] = [""]
         self.failed: str | None = None  # the innermost module that an error came from
-        self.flop_counter = FlopCounterMode(display=False)
-        self.counted_flops = 0
-        self.kept_storages: set[int] = set()
-        self.newly_kept = 0
+        self.counted_flops = self.counted_launches = 0
+        self.newly_kept: list[Entry] = []
 
     def enter(self, path: str | None) -> None:
         self.stack.append(self.stack[-1] if path is None else path)
@@ -99,24 +130,33 @@ class _Watcher(TorchFunctionMode):
 
         def take(tensor: Tensor) -> Tensor:
             fake = fakes.from_tensor(tensor)
-            self.inputs.append(self.number(fake, False))
+            self.ledger.given(fake, self.number(fake, False))
             return fake
 
         return mapped(take, value)
 
     def number(self, tensor: Tensor, of_model: bool) -> int:
-        """A new value."""
-        self.numbers[id(tensor)] = len(self.values)
-        self.alive.append(tensor)
+        """A new value. It is known by its identity for as long as it lives: tracing keeps nothing alive."""
+        key = id(tensor)
+        self.numbers[key] = len(self.values)
+        self.watched.append(weakref.ref(tensor, lambda _: self.numbers.pop(key, None)))
         self.values.append(Value(tuple(tensor.shape), _dtype(tensor), tensor.numel() * tensor.element_size(), of_model))
-        return self.numbers[id(tensor)]
+        return self.numbers[key]
+
+    def values_of(self, found: Any) -> list[int]:
+        """The numbers of the values in what a function took or gave."""
+        return [self.numbers[id(tensor)] for tensor in tensors(found) if id(tensor) in self.numbers]
+
+    def end_model(self) -> None:
+        """The model's forward is over."""
+        self.model_ends = len(self.operations)
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Autograd keeps a tensor for backward."""
-        storage = _storage(tensor)
-        if storage not in self.kept_storages and storage not in self.parameter_storages:
-            self.kept_storages.add(storage)
-            self.newly_kept += tensor.untyped_storage().nbytes()
+        entry = self.ledger.entry(tensor)
+        if entry is not None and not entry.kept:
+            entry.kept = True
+            self.newly_kept.append(entry)
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,15 +184,17 @@ class _Watcher(TorchFunctionMode):
         arguments, keywords = self.plain(tuple(args)), tuple((key, self.plain(v)) for key, v in kwargs.items())
         of_model = any(isinstance(t, nn.Parameter) for t in taken) or any(self.values[n].of_model for n in reads)
         gives = tuple(self.number(tensor, of_model) for tensor in given)
-        flops = self.flop_counter.get_total_flops()
+        flops, launches = self.ledger.flops, self.ledger.launches
         if name == "scaled_dot_product_attention" and flops == self.counted_flops:
             self.counted_flops -= _attention_flops(*(t.shape for t in taken[:3]))  # a kernel that the counter lacks
         moved = sum(t.numel() * t.element_size() for t in (*taken, *given))
+        self.ledger.operation_ended(list(zip(gives, given, strict=True)))
+        kept = tuple(Kept(entry.of, entry.bytes) for entry in self.newly_kept)
         self.operations.append(Operation(
             name, self.stack[-1], reads, parameters, gives, arguments, keywords, in_place,
-            flops - self.counted_flops, moved, self.newly_kept,
+            flops - self.counted_flops, moved, sum(of.bytes for of in kept), kept, launches - self.counted_launches,
         ))  # fmt: skip
-        self.counted_flops, self.newly_kept = flops, 0
+        self.counted_flops, self.counted_launches, self.newly_kept = flops, launches, []
 
     def plain(self, value: Any) -> Any:
         """An argument without torch in it."""

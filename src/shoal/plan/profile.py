@@ -22,7 +22,7 @@ ActivationAxis = Literal["tensor", "context", "expert"]
 class Op(NamedTuple):
     """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
     samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
-    ``kept_bytes``: newly kept for backward without recompute. ``backward``: backward FLOPs over forward FLOPs.
+    ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are. ``backward``: backward FLOPs over forward FLOPs.
     ``launches``: kernels started in the forward.
     """
 
@@ -37,6 +37,7 @@ class Op(NamedTuple):
     kept_bytes: float
     backward: float
     launches: float
+    kept_fixed_bytes: float = 0
 
 
 class Traffic(NamedTuple):
@@ -63,10 +64,36 @@ class Weight(NamedTuple):
     tie: str
 
 
+class Moment(NamedTuple):
+    """Bytes at a moment of a block's forward or backward, beyond what the blocks before it left for backward.
+
+    ``sample_bytes``: per sample, of which other blocks made ``entering_bytes`` (what comes in). ``fixed_bytes``:
+    whatever the samples. ``gradient_bytes``: of the block's weights' gradients that are complete, not in the rest.
+    """
+
+    sample_bytes: float
+    fixed_bytes: float = 0
+    entering_bytes: float = 0
+    gradient_bytes: float = 0
+
+
+class Holding(NamedTuple):
+    """What a block holds: each pair is (bytes per sample, fixed bytes). ``kept``: left by its forward until its
+    backward. ``passed``: of it, what later blocks read: all that is left where the block is recomputed. ``forward``
+    (``bare``: where nothing is kept for backward) and ``backward``: its moments that need most."""
+
+    kept: tuple[float, float] = (0, 0)
+    passed: tuple[float, float] = (0, 0)
+    forward: tuple[Moment, ...] = ()
+    bare: tuple[Moment, ...] = ()
+    backward: tuple[Moment, ...] = ()
+
+
 class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
-    way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed.
+    way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
+    of the model's buffers in it. ``holding``: None where only the operations' kept bytes are known.
     """
 
     path: str
@@ -77,6 +104,8 @@ class Block(NamedTuple):
     weights: tuple[Weight, ...]
     carried_bytes: float
     input_bytes: float
+    buffer_bytes: float = 0
+    holding: Holding | None = None
 
 
 class Profile(Settings):
@@ -91,6 +120,7 @@ class Profile(Settings):
     precision: str = Field(default="fp32", description="of products: fp64, fp32, bf16, fp16, fp8")
     kernels: str = Field(default="cpu", description="whose kernels decide what is kept")
     blocks: tuple[Block, ...] = Field(description="in the order of the forward")
+    input_bytes: float = Field(default=0, description="of the inputs and targets of a sample")
     model_flops: float = Field(description="of a forward of one whole sample, full attention, for utilisation")
     notes: tuple[str, ...] = Field(default=(), description="what is not known or not divided, in sentences")
 

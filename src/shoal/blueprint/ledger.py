@@ -1,0 +1,151 @@
+"""What a traced forward, loss and backward hold in memory: every storage from the kernel that made it to its end."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from shoal.blueprint.facts import Storage, Timeline
+
+
+class Entry:
+    """A storage under way: see ``facts.Storage``."""
+
+    def __init__(self, nbytes: int, born: int, operation: int) -> None:
+        self.bytes, self.born, self.operation = nbytes, born, operation
+        self.used = born
+        self.freed: int | None = None
+        self.of: int | str | None = None
+        self.kept = False
+
+
+class Ledger(TorchDispatchMode):
+    """Counts kernels, FLOPs and storages, and tells which operation each belongs to: in forward the one that runs
+    (``operation``), in backward the one whose gradient is worked out."""
+
+    def __init__(self, held: dict[int, str]) -> None:
+        super().__init__()
+        self.held = held  # storages of parameters and buffers, by key: no part of activations
+        self.moment = self.flops = self.launches = self.operation = 0
+        self.entries: list[Entry] = []
+        self.live: dict[int, Entry] = {}
+        self.sequence: list[int] = []  # autograd's counter at the end of each operation
+        self.forward: list[int] = []  # the moment at the end of each operation
+        self.backward: list[tuple[int, int]] = []
+        self.gradients: list[tuple[str, int]] = []
+        self._backs: Callable[[], int] | None = None
+        self._watched: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        counted = flop_registry.get(func._overloadpacket)
+        if counted is not None:
+            self.flops += counted(*args, **(kwargs or {}), out_val=result)
+        self.moment += 1
+        if self.backward or self._backs:
+            self.operation = self._of_backward()
+        if not self.backward:
+            self._use(args)
+        made = [self._see(tensor, func, args) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        self.launches += any(made) or func._schema.is_mutable
+        return result
+
+    def _use(self, args: Any) -> None:
+        """A kernel of the forward reads these."""
+        for tensor in tree_leaves(args):
+            entry = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            if entry is not None:
+                entry.used = self.moment
+
+    def given(self, tensor: Tensor, number: int) -> None:
+        """An input or target: there before the first operation."""
+        entry = self.entry(tensor)
+        if entry is not None:
+            entry.of, entry.operation = number, -1
+
+    def entry(self, tensor: Tensor) -> Entry | None:
+        """A tensor's storage, entered where no kernel was seen to make it; None for a parameter's or buffer's."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.held:
+            return None
+        if key not in self.live:
+            self.live[key] = Entry(storage.nbytes(), self.moment, self.operation)
+            self.entries.append(self.live[key])
+            self._watched.append(weakref.ref(storage, lambda _, key=key: self._end(key)))
+        return self.live[key]
+
+    def _see(self, tensor: Tensor, func: Any, args: Any) -> bool:
+        """Enter a storage that is new."""
+        key = tensor.untyped_storage()._cdata
+        if key in self.live or key in self.held:
+            return False
+        entry = self.entry(tensor)
+        if entry is not None and func is torch.ops.aten._to_copy.default:
+            entry.of = self.held.get(args[0].untyped_storage()._cdata)
+        return True
+
+    def _end(self, key: int) -> None:
+        entry = self.live.pop(key, None)
+        if entry is not None:
+            entry.freed = self.moment
+
+    def operation_ended(self, gives: list[tuple[int, Tensor]]) -> None:
+        """An operation is recorded: its results are these values."""
+        for number, tensor in gives:
+            entry = self.live.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry.of is None:
+                entry.of = number
+        self.sequence.append(torch.autograd._get_sequence_nr())
+        self.forward.append(self.moment)
+        self.operation += 1
+
+    def _of_backward(self) -> int:
+        """The operation whose backward runs. Accumulating a weight's gradient belongs to the one before."""
+        node = torch._C._current_autograd_node()
+        operation = self.operation
+        if node is not None and node._sequence_nr() < 2**63:
+            operation = bisect.bisect_right(self.sequence, node._sequence_nr())
+        if not self.backward or self.backward[-1][1] != operation:
+            self.backward.append((self.moment, operation))
+        return operation
+
+    def run_backward(self, loss: Tensor, parameters: dict[str, Tensor]) -> None:
+        """Autograd's backward, in which each weight's gradient is given up once it is complete."""
+
+        def complete(name: str, parameter: Tensor) -> None:
+            grad = parameter.grad
+            self.gradients.append((name, self.moment))
+            entry = self.live.get(grad.untyped_storage()._cdata) if grad is not None else None
+            if entry is not None:
+                entry.of = name
+            parameter.grad = None
+
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: complete(name, p))
+        self._backs = self._of_backward
+        self.operation = len(self.sequence)
+        loss.backward()
+
+    def timeline(self) -> Timeline:
+        """All that was seen. What lives on at the end is freed there."""
+        self._watched.clear()
+        return Timeline(
+            tuple(
+                Storage(
+                    e.bytes, e.born, self.moment if e.freed is None else e.freed, e.used, e.operation, e.of, e.kept
+                )  # fmt: skip
+                for e in self.entries
+                if e.bytes
+            ),
+            tuple(self.forward), tuple(self.backward), tuple(self.gradients),
+        )  # fmt: skip

@@ -1,0 +1,255 @@
+"""A traced model becomes a profile: what one rank computes, keeps and sends, block by block. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.blueprint.cut import carried_bytes, places
+from shoal.blueprint.divided import Divided, Local, divided, input_values
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
+from shoal.blueprint.roles import Roles, roles
+from shoal.core.errors import ConfigError
+from shoal.plan.moments import holdings
+from shoal.plan.profile import Block, Holding, Op, Profile, Traffic, Weight
+
+#: Products: where their two factors stand among the tensors of a call, and whether the second lies transposed.
+PRODUCTS = {
+    "linear": (0, 1, True), "matmul": (0, 1, False), "mm": (0, 1, False), "bmm": (0, 1, False),
+    "addmm": (1, 2, False), "baddbmm": (1, 2, False),
+}  # fmt: skip
+ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+def profile(
+    blueprint: Blueprint,
+    units: Sequence[str],
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    precision: str = "fp32",
+    kernels: str = "cpu",
+    name: str = "",
+) -> Profile:
+    """The profile of a model over ``tensor`` ranks. ``units``: paths of its units (pipeline/units.py).
+
+    ``precision`` must be the one that the blueprint was traced in. Raises ConfigError where no weight can be divided.
+    """
+    found = roles(blueprint, tensor) if tensor > 1 else None
+    if found is not None and not any(role.split for role in found.role.values()):
+        reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
+        raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
+    made = _Maker(blueprint, units, found)
+    blocks = made.blocks()
+    flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
+    return Profile(
+        name=name, tokens=_tokens(blueprint), tensor=tensor, sequence_parallel=sequence_parallel,
+        precision=precision, kernels=kernels, blocks=blocks, model_flops=flops,
+        input_bytes=sum(blueprint.values[v].bytes for v in (*blueprint.inputs, *blueprint.targets))
+        / blueprint.samples,
+        notes=_notes(blueprint, found),
+    )  # fmt: skip
+
+
+def _tokens(blueprint: Blueprint) -> int:
+    """Positions of a sample: the second dimension of the first input of integers, else 1."""
+    first = next((blueprint.values[v] for v in blueprint.inputs if "int" in blueprint.values[v].dtype), None)
+    return first.shape[1] if first is not None and len(first.shape) > 1 else 1
+
+
+def _notes(blueprint: Blueprint, found: Roles | None) -> tuple[str, ...]:
+    notes = []
+    if blueprint.timeline is None:
+        notes.append("the loss was not traced: what it and the backward hold in memory is not known")
+    if found is not None:
+        whole = [name for name, role in found.role.items() if role.split is None and name in found.reasons]
+        if whole:
+            notes.append(f"{len(whole)} weights stay whole on every tensor rank, for example {whole[0]}")
+    return tuple(notes)
+
+
+class _Span(NamedTuple):
+    path: str
+    begin: int
+    end: int
+
+
+class _Maker:
+    """What is known while a profile is made."""
+
+    def __init__(self, blueprint: Blueprint, units: Sequence[str], found: Roles | None) -> None:
+        self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
+        self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
+        self.local: Divided = divided(blueprint, found)
+        self.of_input = input_values(blueprint)
+        self.spans = self.cut(units)
+        self.repeated = _repeated(blueprint, units)
+
+    def cut(self, units: Sequence[str]) -> list[_Span]:
+        """The blocks: from each unit's first operation to the next one's; the last has the loss."""
+        paths = [place.unit for place in places(self.blueprint, units)] or [""]
+        starts: list[int] = []
+        for path in paths:
+            inner = (n for n, op in enumerate(self.blueprint.operations) if inside(op.module, path))
+            starts.append(next(inner))
+        ends = [*starts[1:], len(self.operations)]
+        starts[0] = 0
+        return [_Span(path, begin, end) for path, begin, end in zip(paths, starts, ends, strict=True)]
+
+    def share(self, of: int | str | None, operation: int, nbytes: int) -> float:
+        """Which part of a storage this rank holds. ``operation``: whose forward or backward made or keeps it."""
+        if isinstance(of, int):
+            return self.local.share(of)
+        if isinstance(of, str):
+            role = self.found.role[self.blueprint.parameter[of].name] if self.found else None
+            return 1 / self.local.degree if role and role.split else 1.0
+        local = self.local.operations[operation] if operation < len(self.operations) else None
+        return self._like(operation, nbytes)[0] if local is not None and local.divided else 1.0
+
+    def _like(self, operation: int, nbytes: int) -> tuple[float, bool]:
+        """(share, whether it grows with samples) of an intermediate, as the operation's tensor that it looks like."""
+        op, values = self.operations[operation], self.blueprint.values
+        for value in (*op.gives, *op.reads):
+            if values[value].bytes == nbytes:
+                return self.local.share(value), value in self.of_input
+        for parameter in op.parameters:
+            if math.prod(self.blueprint.parameter[parameter].shape) in (nbytes // 2, nbytes // 4, nbytes // 8):
+                return self.share(parameter, operation, nbytes), False
+        split = any(value in self.local.splits for value in (*op.gives, *op.reads))
+        return (1 / self.local.degree if split else 1.0), bool(self.of_input.intersection((*op.gives, *op.reads)))
+
+    def grows(self, of: int | str | None, operation: int, nbytes: int) -> bool:
+        """Whether a storage grows with the samples."""
+        if isinstance(of, int):
+            return of in self.of_input
+        if isinstance(of, str) or operation >= len(self.operations):
+            return False
+        return self._like(operation, nbytes)[1]
+
+    def sized(self, storage: Storage) -> tuple[float, float]:
+        nbytes = storage.bytes * self.share(storage.of, storage.operation, storage.bytes)
+        grows = self.grows(storage.of, storage.operation, storage.bytes)
+        return (nbytes / self.samples, 0.0) if grows else (0.0, nbytes)
+
+    def kept(self, of: Kept, operation: int) -> tuple[float, float]:
+        nbytes = of.bytes * self.share(of.of, operation, of.bytes)
+        return (nbytes / self.samples, 0.0) if self.grows(of.of, operation, of.bytes) else (0.0, nbytes)
+
+    def blocks(self) -> tuple[Block, ...]:
+        held: list[Holding | None] = [None] * len(self.spans)
+        if self.blueprint.timeline is not None:
+            starts = [span.begin for span in self.spans]
+            gradient = {p.name: self.bytes_of(p.name) for p in self.blueprint.parameters if p.trains}
+            held = [*holdings(self.blueprint.timeline, starts, self.sized, gradient)]
+        weights = self.weights()
+        made = []
+        for number, span in enumerate(self.spans):
+            carried = carried_bytes(self.blueprint, span.begin) if number else 0
+            buffers = sum(p.bytes for p in self.blueprint.parameters if p.buffer and self.home(p.name) == number)
+            made.append(Block(
+                span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
+                carried / self.samples, carried / self.samples, buffers, held[number],
+            ))  # fmt: skip
+        kinds: dict[object, str] = {}
+        for number, block in enumerate(made):
+            key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
+                   block.carried_bytes)  # fmt: skip
+            kind = self.blueprint.modules.get(block.path, "model")
+            made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
+        return tuple(made)
+
+    def bytes_of(self, name: str) -> float:
+        parameter = self.blueprint.parameter[name]
+        return parameter.bytes * self.share(name, 0, 0)
+
+    def home(self, name: str) -> int:
+        """The block whose unit a parameter or buffer lies in; the first where it lies in none."""
+        parameter = self.blueprint.parameter[name]
+        names = (parameter.name, *parameter.ties)
+        return next((n for n, s in enumerate(self.spans) if any(inside(own, s.path) for own in names)), 0)
+
+    def weights(self) -> list[tuple[Weight, ...]]:
+        """Each block's: those that its operations read, and the first block's those that none reads."""
+        readers: dict[str, set[int]] = {}
+        for number, span in enumerate(self.spans):
+            for op in self.operations[span.begin : span.end]:
+                for name in op.parameters:
+                    readers.setdefault(self.blueprint.parameter[name].name, set()).add(number)
+        found: list[list[Weight]] = [[] for _ in self.spans]
+        for parameter in self.blueprint.parameters:
+            if parameter.buffer:
+                continue
+            share = self.share(parameter.name, 0, 0)
+            dim = self.found.role[parameter.name].split if self.found else None
+            rows = parameter.shape[0] if parameter.shape else 0
+            rows = rows // self.local.degree if dim is not None and dim.dim == 0 else rows
+            at = readers.get(parameter.name) or {self.home(parameter.name)}
+            weight = Weight(
+                parameter.name, round(math.prod(parameter.shape) * share), rows, parameter.trains,
+                self.local.degree if share == 1 else 1, False, parameter.name if len(at) > 1 else "",
+            )  # fmt: skip
+            for number in at:
+                found[number].append(weight)
+        return [tuple(of) for of in found]
+
+    def traffic(self, span: _Span) -> tuple[Traffic, ...]:
+        return tuple(
+            Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
+            for local in self.local.operations[span.begin : span.end]
+            for move in local.moves
+        )
+
+    def ops(self, span: _Span) -> tuple[Op, ...]:
+        return tuple(
+            self.op(number)
+            for number in range(span.begin, span.end)
+            if self.operations[number].launches or self.operations[number].kept
+        )
+
+    def op(self, number: int) -> Op:
+        """An operation for one sample."""
+        of, local = self.operations[number], self.local.operations[number]
+        kept = [self.kept(storage, number) for storage in of.kept]
+        fixed = sum(self.bytes_of(name) for name in of.parameters)
+        whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
+        part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))
+        moved = max(0.0, of.moved_bytes - sum(self.blueprint.parameter[name].bytes for name in of.parameters))
+        ratio = part / whole if whole and local.divided else 1.0
+        m, k, n = self.shape(of, local)
+        share = 1 / self.local.degree if local.divided else 1.0
+        kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
+        return Op(
+            of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,
+            moved * ratio / self.samples * bool(of.launches), fixed * bool(of.launches),
+            sum(each[0] for each in kept), self.backward(of), of.launches, sum(each[1] for each in kept),
+        )  # fmt: skip
+
+    def shape(self, of: Operation, local: Local) -> tuple[float, float, float]:
+        """(m, k, n) of a product on this rank; of attention: heads x queries, width, keys. Others: results alone."""
+        if of.name in PRODUCTS and len(local.taken) > PRODUCTS[of.name][1]:
+            left, right, transposed = PRODUCTS[of.name]
+            a, b = local.taken[left], local.taken[right]
+            n = (b[-2] if transposed else b[-1]) if len(b) > 1 else 1
+            return float(math.prod(a[:-1])), float(a[-1]), float(n)
+        if of.name == "scaled_dot_product_attention" and len(local.taken) > 1:
+            query, key = local.taken[:2]
+            return float(math.prod(query[:-1])), float(query[-1]), float(key[-2])
+        given = local.given[0] if local.given else ()
+        m = float(math.prod(given[:-1])) if given else 1.0
+        n = float(given[-1]) if given else 1.0
+        return m, of.flops / max(2 * m * n, 1.0) if of.flops else 1.0, n
+
+    def backward(self, of: Operation) -> float:
+        """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient."""
+        needs = any(self.blueprint.values[value].of_model for value in of.reads)
+        trains = any(self.blueprint.parameter[name].trains for name in of.parameters)
+        if of.name in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
+            return float(needs + trains)
+        return 2.0 if needs else float(trains)
+
+
+def _repeated(blueprint: Blueprint, units: Sequence[str]) -> frozenset[str]:
+    """The units that are repeated blocks: members of a list or sequence (pipeline/units.py, block_paths)."""
+    lists = ("ModuleList", "Sequential")
+    return frozenset(unit for unit in units if blueprint.modules.get(unit.rpartition(".")[0]) in lists and "." in unit)

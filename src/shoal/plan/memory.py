@@ -1,0 +1,199 @@
+"""What a plan needs of each device's memory: the most over all moments of a step, by category. No torch.
+
+A step is played action by action, as the schedule orders them: each forward leaves its blocks' kept bytes, each
+backward takes them up again, and within a block its own moments (from_blueprint.py, or a formula's) come on top. Weights,
+gradients and buffers follow what the engine holds of them: whole flat buckets where weights are replicated, FSDP2's
+gathered units and reduce-scatter inputs where they are sharded (sharded.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shoal.cluster.facts import Device
+from shoal.plan.candidate import Candidate, Memory
+from shoal.plan.profile import Block, Holding, Moment, Profile
+from shoal.plan.ranks import rank_of, rank_stages
+from shoal.plan.schedule import Action, Overlap, action_lists
+from shoal.plan.sharded import Held, Sharded
+
+RANDOM_STATE_BYTES = 5056  # what checkpointing keeps of the CPU's generator, per recomputed block (torch.get_rng_state)
+
+
+def peak(profile: Profile, candidate: Candidate, device: Device) -> Memory:
+    """The rank that needs most."""
+    return max(ranks(profile, candidate, device), key=lambda memory: memory.total_bytes)
+
+
+def ranks(profile: Profile, candidate: Candidate, device: Device) -> list[Memory]:
+    """Each pipeline coordinate's peak (ranks that differ elsewhere hold no more)."""
+    pipeline = candidate.mesh.pipeline
+    chosen = recomputed(profile, candidate)
+    return [_Rank(profile, candidate, device, place, chosen).memory() for place in range(pipeline)]
+
+
+def recomputed(profile: Profile, candidate: Candidate) -> frozenset[int]:
+    """The blocks that are recomputed: as parallel/recompute chooses, every repeated one, or every second."""
+    repeated = [number for number, block in enumerate(profile.blocks) if block.repeated]
+    if candidate.recompute == "none":
+        return frozenset()
+    return frozenset(repeated if candidate.recompute == "full" else repeated[::2])
+
+
+class _Live(NamedTuple):
+    """Bytes of activations at a moment, of them those of the last block (logits and loss), and of weights' gradients
+    that are whole."""
+
+    moment: str
+    activations: float
+    logits: float
+    held: Held
+
+
+class _Stage:
+    """A run of blocks on one rank, for micro-batches of ``samples``."""
+
+    def __init__(self, profile: Profile, numbers: range, samples: int, chosen: frozenset[int]) -> None:
+        self.profile, self.numbers, self.samples, self.chosen = profile, numbers, samples, chosen
+        self.blocks = {number: profile.blocks[number] for number in numbers}
+        self.holdings = {number: holding(block) for number, block in self.blocks.items()}
+        self.left = {number: self.leaves(number) for number in numbers}
+        self.kept = sum(self.left.values())
+        self.first, self.last = 0 in numbers, len(profile.blocks) - 1 in numbers
+        self.logits = self.left[len(profile.blocks) - 1] if self.last else 0.0
+
+    def bytes(self, pair: tuple[float, float]) -> float:
+        return pair[0] * self.samples + pair[1]
+
+    def leaves(self, number: int) -> float:
+        """Bytes that a block's forward leaves for its backward."""
+        held = self.holdings[number]
+        if number not in self.chosen:
+            return self.bytes(held.kept)
+        random = RANDOM_STATE_BYTES if self.profile.kernels == "cpu" else 0
+        return self.bytes(held.passed) + random
+
+    def moments(self, number: int, forward: bool) -> Iterator[tuple[float, float]]:
+        """(bytes beyond what earlier blocks left, bytes of whole gradients) at a block's moments."""
+        held, recomputes = self.holdings[number], number in self.chosen
+        outside = (
+            not self.first and number == self.numbers.start
+            if forward
+            else (not self.last and number == self.numbers.stop - 1)
+        )  # what enters lies in the pipeline's buffers
+        random = RANDOM_STATE_BYTES if recomputes and self.profile.kernels == "cpu" else 0
+        if forward:
+            for moment in held.bare if recomputes else held.forward:
+                yield self.live(moment, outside) + random, 0.0
+            return
+        for moment in held.backward:
+            yield self.live(moment, outside) + random, moment.gradient_bytes
+        if recomputes:
+            incoming = 0.0 if outside else self.after(number)
+            for moment in held.forward:
+                yield self.live(moment, True) + incoming + self.bytes(held.passed) + random, 0.0
+
+    def after(self, number: int) -> float:
+        """The gradient that comes back to a block."""
+        later = self.profile.blocks[number + 1 : number + 2]
+        return later[0].carried_bytes * self.samples if later else 0.0
+
+    def live(self, moment: Moment, outside: bool) -> float:
+        return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
+
+    @property
+    def entering(self) -> float:
+        """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
+        return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
+
+    @property
+    def leaving(self) -> float:
+        """Bytes that go to the stage after."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
+
+
+def holding(block: Block) -> Holding:
+    """A block's own, or what its operations' kept bytes say."""
+    if block.holding is not None:
+        return block.holding
+    kept = sum(op.kept_bytes for op in block.ops), sum(op.kept_fixed_bytes for op in block.ops)
+    largest = max((op.moved_bytes for op in block.ops), default=0.0)
+    working = (Moment(kept[0] + largest, kept[1], block.carried_bytes),)
+    return Holding(kept, (block.input_bytes, 0.0), working, (Moment(largest, 0.0, block.carried_bytes),), working)
+
+
+class _Rank:
+    """One pipeline coordinate."""
+
+    def __init__(
+        self, profile: Profile, candidate: Candidate, device: Device, place: int, chosen: frozenset[int]
+    ) -> None:
+        self.profile, self.candidate, self.device, self.place = profile, candidate, device, place
+        pipeline, chunks = candidate.mesh.pipeline, candidate.chunks
+        schedule = candidate.schedule or "gpipe"
+        stages = rank_stages(schedule, place, pipeline, chunks) if pipeline > 1 else (0,)
+        starts = [*candidate.starts, len(profile.blocks)]
+        spans = {stage: range(starts[stage], starts[stage + 1]) for stage in stages}
+        self.stages = {s: _Stage(profile, span, candidate.micro_batch, chosen) for s, span in spans.items()}
+        self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
+
+    def actions(self) -> list[Action]:
+        """The step's, in order."""
+        count = self.candidate.accumulation
+        if self.candidate.mesh.pipeline == 1:
+            return [Action(0, kind, micro) for micro in range(count) for kind in ("F", "B")]
+        schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
+        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
+        return [
+            part
+            for action in lists[self.place]
+            for part in ((action.forward, action.backward) if isinstance(action, Overlap) else (action,))
+        ]
+
+    def lives(self) -> Iterator[_Live]:
+        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited."""
+        begun: dict[tuple[int, int], float] = {}
+        sent = 0.0
+        for action in self.actions():
+            stage, key = self.stages[action.stage], (action.stage, action.micro)
+            others = sum(kept for other, kept in begun.items() if other != key) + sent
+            if action.kind != "W":
+                yield from self.within(stage, others, action.kind == "F", action.micro)
+            if action.kind == "F":
+                begun[key] = stage.kept
+            elif action.kind in "BW":
+                begun.pop(key, None)
+                sent += stage.entering + stage.leaving
+
+    def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
+        last = len(self.profile.blocks) - 1
+        before = others
+        for number in stage.numbers:
+            own = number == last
+            name = ("loss" if own else "forward") if forward else "backward"
+            held = self.model.moment(number, forward, micro)
+            for live, gradients in stage.moments(number, forward):
+                yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
+            reducing = None if forward else self.model.reducing(number, micro)
+            if reducing is not None:
+                carried = self.profile.blocks[number].carried_bytes * stage.samples if number else 0.0
+                yield _Live(name, before + carried, 0.0, reducing)
+            before += stage.left[number]
+
+    def memory(self) -> Memory:
+        """The moment that needs most."""
+        candidate = self.candidate
+        received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
+        passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
+        inputs = self.profile.input_bytes * candidate.micro_batch * passes
+        buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
+        weights, optimizer = self.model.weights + buffers, self.model.optimizer
+        found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]
+        top = max(found, key=lambda live: live.activations + live.logits + live.held.total)
+        return Memory(
+            rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
+            weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,
+            activations=top.activations + inputs, logits=top.logits,
+            buffers=received + top.held.buffers, overhead=float(self.device.reserved_bytes),
+        )  # fmt: skip

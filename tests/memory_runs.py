@@ -1,0 +1,130 @@
+"""What real runs hold: every storage that torch allocates on a rank, and the most of them at once within a step."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tests.harness import run_ranks
+from tests.small_jobs import Rows, job, start
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.blueprint.cut import cut
+from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.trace import Ending, trace
+from shoal.cluster.facts import Device
+from shoal.parallel.pipeline.units import unit_paths
+from shoal.plan.candidate import Candidate, Memory, States
+from shoal.plan.from_blueprint import profile
+from shoal.plan.memory import ranks
+from shoal.plan.mesh import Mesh
+
+CPU = Device(
+    name="two cores", kernels="cpu", memory_bytes=8 << 30, flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp64": 5e10},
+    matmul_share=0.8, attention_share=0.5, memory_bytes_per_s=1e10, memory_share=0.8, launch_s=5e-6,
+)  # fmt: skip
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive; those that are freed by resizing count as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[Any, str]] = {}
+        self.peak = 0
+        self.at_peak: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, str(func))
+        now = self.now()
+        if now > self.peak:
+            self.peak = now
+            self.at_peak = [(storage.nbytes(), by) for ref, by in self.live.values() if (storage := ref())]
+        return result
+
+    def _see(self, tensor: torch.Tensor, by: str) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # a tensor without memory of its own
+        key = storage._cdata
+        if key not in self.live and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):
+            node = torch._C._current_autograd_node()
+            where = f"{by} {tuple(tensor.shape)}" + (f" in {node.name()}" if node else "")
+            self.live[key] = weakref.ref(storage, lambda _: self.live.pop(key, None)), where
+
+    def now(self) -> int:
+        """Bytes alive."""
+        return sum(storage.nbytes() for ref, _ in self.live.values() if (storage := ref()) is not None)
+
+
+class Case(NamedTuple):
+    """A model with data and a loss, as a job takes them."""
+
+    model: Any
+    rows: list[Any]
+    loss: Any
+    optimizer: Any = None
+
+
+class Found(NamedTuple):
+    """A rank's run: the most bytes at once within a step, and what it held between steps."""
+
+    peak: int
+    between: int
+    at_peak: list[tuple[int, str]]
+
+
+def measured(case: Case, out: Path, workers: int, steps: int = 3, **settings: Any) -> list[Found]:
+    """Run the engine on ``workers`` ranks; the last of ``steps`` steps is counted."""
+
+    def rank(number: int) -> Found:
+        made = job(
+            model=case.model, data=Rows(case.rows), loss=case.loss,
+            optimizer=case.optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
+        )  # fmt: skip
+        live = Live()
+        with live:
+            run = start(made, out / f"{workers}", steps=steps, epochs=steps, **settings)
+            for at, window in enumerate(run.windows(), 1):
+                if at == steps:
+                    between, live.peak = live.now(), 0
+                run.step(window)
+            run.close()
+        return Found(live.peak, between, sorted(live.at_peak, reverse=True)[:60])
+
+    case.model()  # imported once, here
+    return run_ranks(rank, workers, timeout_s=120)
+
+
+def blueprint_of(case: Case, samples: int, around: Any = None) -> tuple[Blueprint, list[str]]:
+    """The traced model with its loss, and its units."""
+    torch.manual_seed(0)
+    model = case.model().train()
+    inputs, targets = torch.utils.data.default_collate(case.rows[:samples])
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    with around() if around else torch.enable_grad():
+        return trace(model, args, kwargs, samples, Ending(case.loss, targets)), unit_paths(model)
+
+
+def predicted(case: Case, mesh: str, samples: int, traced: int | None = None, **settings: Any) -> list[Memory]:
+    """The peak of each pipeline coordinate for micro-batches of ``samples``."""
+    degrees = Mesh.parse(mesh)
+    blueprint, units = blueprint_of(case, traced or samples)
+    made = profile(blueprint, units, tensor=degrees.tensor)
+    stages = degrees.pipeline * settings.get("chunks", 1)
+    paths = [block.path for block in made.blocks]
+    starts = (0, *(paths.index(unit) for unit in cut(blueprint, units, stages))) if stages > 1 else (0,)
+    states = settings.pop("states", States())
+    candidate = Candidate(
+        degrees, samples, settings.pop("accumulation", 1), starts=starts, states=states, **settings
+    )
+    return ranks(made, candidate, CPU)
