@@ -120,3 +120,27 @@ def _in_flight(lists: list[list[tuple[Action, ...]]]) -> tuple[int, ...]:
             peak = max(peak, held)
         most.append(peak)
     return tuple(most)
+
+
+def closed_form(
+    schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime]
+) -> tuple[float, float]:
+    """The makespan without playing, and of it what sending adds: exact where all stages take the same time.
+
+    The busiest rank's work, the others' fill and drain once per chunk (techniques of the schedules' papers: the bubble
+    is (P - 1)(F + B) of a chunk, with split backwards (P - 1)(F + I - W)), and 2 (P - 1) / P sends per micro-batch.
+    """
+    work, fill = [0.0] * pipeline, [0.0] * pipeline
+    split = schedule in ("interleaved-zero-bubble", "zbv")
+    for stage, time in enumerate(times):
+        rank = stage_rank(schedule, stage, pipeline, chunks)
+        work[rank] += time.forward + time.backward
+        fill[rank] += (time.forward + time.backward - (2 * time.weights if split else 0.0)) / chunks
+    busiest = max(range(pipeline), key=work.__getitem__)
+    bubble = sum(fill) - fill[busiest]
+    send = max(time.send for time in times)
+    if schedule in ("gpipe", "looped-bfs"):
+        sent = 2 * (pipeline - 1) * send
+    else:
+        sent = send * (2 * micro_batches * (pipeline - 1) / pipeline + 2 * max(0, pipeline - 2)) / chunks
+    return micro_batches * work[busiest] + bubble + sent, sent

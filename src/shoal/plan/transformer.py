@@ -61,14 +61,23 @@ class Shape(NamedTuple):
 
 
 class Software(NamedTuple):
-    """What a framework's kernels fuse. Counts are passes over a (tokens, width) tensor, read and written, forward."""
+    """What a framework's kernels do. ``flash``: attention keeps no scores; ``skips``: nor computes those that the
+    causal mask hides. ``norm``, ``activation``, ``residual``: tensors of (tokens, width) that their kernels read and
+    write in a forward; each ``_kept``: those kept for backward. ``loss_bytes``: moved per logit, forward and backward.
+    ``kernels``: started per block in a forward.
+    """
 
     flash: bool = True
-    fused_norm: bool = True
-    fused_activation: bool = True
+    skips: bool = True
+    norm: float = 2
+    norm_kept: float = 1
+    activation: float = 3
+    activation_kept: float = 2
+    residual: float = 3
     dropout: bool = False
-    launches: float = 1.0
-    loss_copies: float = 2.0
+    loss_bytes: float = 16
+    scores: float = 6
+    kernels: float = 16
 
 
 def profile(
@@ -114,7 +123,8 @@ class _Part:
         self.outside = self.tokens / tensor if sequence_parallel and tensor > 1 else self.tokens
         self.sp = sequence_parallel and tensor > 1
         self.width = WIDTHS[precision]
-        self.causal = 0.5 if software.flash else 1.0
+        self.causal = 0.5 if software.flash and software.skips else 1.0
+        self.launches = software.kernels / 14
 
     def product(self, name: str, k: float, n: float, *, tokens: float | None = None, kept: float | None = None) -> Op:
         """A (tokens, k) x (k, n) product; it keeps its input for the weight's gradient unless told otherwise."""
@@ -122,18 +132,17 @@ class _Part:
         kept = m * k * self.width if kept is None else kept
         moved = m * (k + n) * self.width
         return Op(
-            name, "matmul", m, k, n, 2.0 * m * k * n, moved, k * n * self.width, kept, 2.0, self.software.launches
+            name, "matmul", m, k, n, 2.0 * m * k * n, moved, k * n * self.width, kept, 2.0, self.launches
         )
 
     def memory(self, name: str, elements: float, passes: float, kept: float = 0.0, launches: float = 1.0) -> Op:
         """An element-wise kernel that reads and writes ``passes`` x ``elements``."""
         moved = elements * passes * self.width
-        return Op(name, "memory", 0, 0, 0, 0.0, moved, 0.0, kept, 1.5, launches * self.software.launches)
+        return Op(name, "memory", 0, 0, 0, 0.0, moved, 0.0, kept, 1.5, launches * self.launches)
 
     def norm(self, name: str) -> Op:
-        h, tokens, fused = self.shape.hidden, self.outside, self.software.fused_norm
-        kept = tokens * h * self.width * (1 if fused else 4)
-        return self.memory(name, tokens * h, 2 if fused else 10, kept, 1 if fused else 6)
+        elements, software = self.outside * self.shape.hidden, self.software
+        return self.memory(name, elements, software.norm, elements * self.width * software.norm_kept)
 
     def layer(self, dense: bool, index: int) -> Block:
         """A repeated block: attention, then feed-forward."""
@@ -176,28 +185,27 @@ class _Part:
         flops = 2.0 * n * s * (q + v) * self.causal
         scores = 0.0 if self.software.flash else n * s * shape.heads / t
         kept = n * (q + 2 * kv + v) * w + scores * (2 * w + 1) + n * shape.heads / t * 4
-        moved = n * (q + 2 * kv + v) * w + scores * 4 * w
-        ops.append(Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.software.launches))
+        moved = n * (q + 2 * kv + v) * w + scores * self.software.scores * w
+        ops.append(Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.launches))
         ops.append(self.product("attention_out", v, shape.hidden, kept=0.0))
         ops.append(self.residual("attention_add"))
         return ops
 
     def residual(self, name: str) -> Op:
-        elements = self.outside * self.shape.hidden
-        drop = self.software.dropout
-        kept = elements * self.width + (elements if drop else 0)
-        return self.memory(name, elements, 5 if drop else 3, kept, 2 if drop else 1)
+        elements, software = self.outside * self.shape.hidden, self.software
+        kept = elements * self.width + (elements if software.dropout else 0)
+        return self.memory(name, elements, software.residual + (2 if software.dropout else 0), kept)
 
     def feed_forward(self, ffn: float, tokens: float | None = None) -> list[Op]:
         n, t, h = self.tokens if tokens is None else tokens, self.t, self.shape.hidden
-        gated, fused = self.shape.gated, self.software.fused_activation
+        gated, software = self.shape.gated, self.software
         wide = ffn / t
-        kept = n * wide * self.width * ((2 if fused else 3) if gated else 1)
-        passes = (3 if fused else 5) if gated else 2
+        kept = n * wide * self.width * (software.activation_kept if gated else 1)
+        passes = software.activation if gated else 2
         return [
             self.norm("ffn_norm"),
             self.product("up", h, wide * (2 if gated else 1), tokens=n),
-            self.memory("activation", n * wide, passes, kept, 1 if fused else 2),
+            self.memory("activation", n * wide, passes, kept),
             self.product("down", wide, h, tokens=n),
             self.residual("ffn_add"),
         ]
@@ -344,11 +352,11 @@ class _Part:
                 0,
                 0,
                 0.0,
-                logits * (self.width + 4 * self.software.loss_copies),
+                logits * self.software.loss_bytes / 2,
                 0.0,
                 logits * 4,
                 1.0,
-                8 * self.software.launches,
+                8 * self.launches,
             ),
         )
         whole = n * shape.hidden * self.width
