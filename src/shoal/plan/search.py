@@ -122,8 +122,8 @@ class Search:
         key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute)
         if key not in self._passes:
             own = core.tensor, core.sequence_parallel
-            alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=1)
             starts = tuple(range(len(self.profiles[own].blocks)))
+            alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=len(starts))
             stages = self.prices[own].stages(candidate(self.question, alone, Spread(1, 1, 3, False), starts))
             self._passes[key] = np.array([(forward.total, backward.total) for forward, backward in stages])
         return self._passes[key]
