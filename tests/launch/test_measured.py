@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 
 import shoal
 import shoal.launch.measure as module
+from shoal.cli.measure import command
 from shoal.cluster import Cluster, find
 from shoal.cluster.grid import tiny
 from shoal.core.errors import ConfigError
@@ -59,15 +60,18 @@ def test_in_a_world_all_ranks_get_the_cluster_and_the_first_one_writes(tmp_path)
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("flags", "text"),
     [
-        (("--plot", "c.png"), "c.png is no kind of picture that is drawn; end the name in .svg or .html"),
-        (("--workers", "0"), "--workers 0; at least 1"),
+        ({"plot": "c.png"}, "c.png is no kind of picture that is drawn; end the name in .svg or .html"),
+        ({"workers": 0}, "--workers 0; at least 1"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_measured(tmp_path, words, text):
-    done = call(tmp_path, *words)
-    assert done.returncode == 1 and done.stderr.strip() == f"error: {text}" and done.stdout == ""
+def test_bad_input_is_refused_before_anything_is_measured(flags, text, capsys, monkeypatch):
+    monkeypatch.setattr(module, "run_workers", None)
+    with pytest.raises(SystemExit) as ended:
+        command(**flags)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.err, said.out) == (1, f"error: {text}\n", "")
 
 
 @pytest.mark.unit

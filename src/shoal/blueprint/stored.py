@@ -8,24 +8,32 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from shoal.blueprint.facts import Blueprint, Operation, Parameter, Ref, Value
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Value
 from shoal.core.errors import ConfigError
 from shoal.core.settings import Settings
 from shoal.core.toml import read_text
 
+#: Counted up when the file's form changes.
 FORMAT = 1
 
 
 class Sketch(Settings):
-    """What a plan needs to know of a job: its model, traced on a micro-batch, and how much data there is."""
+    """What a plan needs to know of a job: its model, traced on a micro-batch, its data's length, its own settings."""
 
     name: str = Field(description="of the job: its file's module and class")
-    blueprint: Blueprint = Field(description="of one micro-batch")
+    blueprint: Blueprint = Field(description="of one micro-batch; without operations where it could not be traced")
     units: tuple[str, ...] = Field(description="modules before which a stage may begin")
-    tokens: int = Field(default=1, ge=1, description="positions of a sample; 1: samples are no sequences")
+    precision: str = Field(default="fp32", description="that it was traced in")
+    global_batch: int = Field(default=32, ge=1, description="the job's own, samples")
+    clip: float | None = Field(default=None, description="the job's own largest gradient norm")
     dataset_samples: int | None = Field(default=None, description="samples in an epoch; None: not told by the data")
-    global_batch: int | None = Field(default=None, description="the job's own, samples; None: not told")
-    precision: str | None = Field(default=None, description="the job's own compute precision; None: not told")
+    optimizer_bytes: float = Field(default=8, ge=0, description="of optimizer state per parameter")
+    notes: tuple[str, ...] = Field(default=(), description="what is not known, in sentences")
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model's weights, tied ones once."""
+        return sum(_numel(p.shape) for p in self.blueprint.parameters if not p.buffer)
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, over what was there; folders on the way are made."""
@@ -54,12 +62,28 @@ class Sketch(Settings):
             ) from None
 
 
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
 def _blueprint(values: dict[str, Any]) -> Blueprint:
-    made = {name: _in(value) for name, value in values.items() if name not in ("modules",)}
+    made = {name: _in(value) for name, value in values.items() if name != "modules"}
     made["values"] = tuple(Value(*each) for each in made["values"])
     made["parameters"] = tuple(Parameter(*each) for each in made["parameters"])
-    made["operations"] = tuple(Operation(*each) for each in made["operations"])
-    return Blueprint.model_construct(**{**made, "modules": values["modules"]})
+    for name in ("operations", "loss"):
+        made[name] = tuple(_operation(each) for each in made[name])
+    if made["timeline"] is not None:
+        storages, *others = made["timeline"]
+        made["timeline"] = Timeline(tuple(Storage(*each) for each in storages), *others)
+    return Blueprint.model_construct(**made, modules=values["modules"])
+
+
+def _operation(values: tuple[Any, ...]) -> Operation:
+    made = Operation(*values)
+    return made._replace(kept=tuple(Kept(*each) for each in made.kept))
 
 
 def _out(value: Any) -> Any:

@@ -65,7 +65,7 @@ class _Stage:
         self.left = {number: self.leaves(number) for number in numbers}
         self.kept = sum(self.left.values())
         self.first, self.last = 0 in numbers, len(profile.blocks) - 1 in numbers
-        self.logits = self.left[len(profile.blocks) - 1] if self.last else 0.0
+        self.next_here = self.previous_here = False  # neighbours on this rank take values without a copy
 
     def bytes(self, pair: tuple[float, float]) -> float:
         return pair[0] * self.samples + pair[1]
@@ -107,9 +107,45 @@ class _Stage:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
 
     @property
+    def between(self) -> float:
+        """Bytes of gradients that wait for the second half of a micro-batch's backward."""
+        waiting = sum(held.between for held in self.holdings.values()) * self.samples
+        return waiting - self.leaving  # the last of them lies in the buffer that it came in
+
+    @property
+    def after_weights(self) -> float:
+        """Kept bytes of what comes after the last operation with weights (the loss), which the first half frees."""
+        ops = [op for block in self.blocks.values() for op in block.ops]
+        last = max((number for number, op in enumerate(ops) if op.fixed_bytes), default=0)
+        return sum(op.kept_bytes for op in ops[last + 1 :]) * self.samples
+
+    def half(self, first: bool) -> float:
+        """Working bytes of half a backward: of the first, what waits and the widest block's own; of the second one
+        weight's gradient."""
+        if not first:
+            return max(
+                (weight.numel for block in self.blocks.values() for weight in block.weights if weight.trains), default=0
+            ) * 4.0
+        widest = max(
+            (self.live(moment, not self.last) - moment.fixed_bytes - self.bytes(held.kept)
+             for held in self.holdings.values() for moment in held.backward), default=0.0,
+        )  # fmt: skip
+        return self.between + max(widest, 0.0)
+
+    @property
     def entering(self) -> float:
         """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
+
+    @property
+    def returns(self) -> float:
+        """Bytes of gradients that are sent to the stage before."""
+        return self.entering * (not self.previous_here)
+
+    @property
+    def sends(self) -> float:
+        """Bytes that are sent to the stage after."""
+        return self.leaving * (not self.next_here)
 
     @property
     def leaving(self) -> float:
@@ -140,7 +176,10 @@ class _Rank:
         starts = [*candidate.starts, len(profile.blocks)]
         spans = {stage: range(starts[stage], starts[stage + 1]) for stage in stages}
         self.stages = {s: _Stage(profile, span, candidate.micro_batch, chosen) for s, span in spans.items()}
+        for number, stage in self.stages.items():
+            stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
+        self._fullest: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def actions(self) -> list[Action]:
         """The step's, in order."""
@@ -157,25 +196,45 @@ class _Rank:
         ]
 
     def lives(self) -> Iterator[_Live]:
-        """The moment of each of the step's actions that needs most. What was sent to a neighbour stays until the step's
-        end, where sends are awaited."""
-        most: dict[tuple[int, bool, bool, bool], _Live] = {}
+        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited.
+
+        A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
+        the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
+        it reach their buckets at the step's end only.
+        """
         begun: dict[tuple[int, int], float] = {}
-        beside, last = 0.0, self.candidate.accumulation - 1
+        apart: dict[int, float] = {}
+        sent = 0.0
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
-            forward = action.kind == "F"
-            if action.kind != "W":
-                which = (action.stage, forward, action.micro == 0, action.micro == last)
-                if which not in most:  # the same whatever lies beside it
-                    most[which] = max(self.within(stage, stage.leaving * (not forward), forward, action.micro), key=_all)
-                top = most[which]
-                yield top._replace(activations=top.activations + beside - begun.get(key, 0.0))
-            if forward:
-                begun[key] = stage.kept
-                beside += stage.kept
+            others = sum(kept for other, kept in begun.items() if other != key) + sent + sum(apart.values())
+            others += stage.sends * (action.kind != "F")
+            if action.kind in "FB" or (action.kind == "W" and stage.first):
+                yield self.fullest(stage, others, action.kind == "F", action.micro)
+            elif not stage.first:
+                held = self.model.moment(stage.numbers.start, False, action.micro)
+                yield _Live("backward", others + begun[key] + stage.half(action.kind == "I"), 0.0, held)
+            if action.kind == "F":
+                begun[key] = stage.kept - (stage.leaving - stage.sends)
+            elif action.kind == "I" and not stage.first:
+                begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
-                beside += stage.entering + stage.leaving - begun.pop(key, 0.0)
+                begun.pop(key, None)
+                sent += stage.sends
+            if action.kind == "W" and not stage.first and self.candidate.mesh.shard == 1:
+                apart.setdefault(action.stage, self.model.gradients_of(stage.numbers))
+            if action.kind == "B":
+                apart[action.stage] = 0.0
+            if action.kind == "B" or (action.kind == "I" and not stage.first):
+                sent += stage.returns
+
+    def fullest(self, stage: _Stage, others: float, forward: bool, micro: int) -> _Live:
+        """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
+        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
+        if key not in self._fullest:
+            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all)
+        top = self._fullest[key]
+        return top._replace(activations=top.activations + others)
 
     def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1

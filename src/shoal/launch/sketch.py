@@ -1,0 +1,140 @@
+"""job -> Sketch: the model built without memory, traced on a micro-batch of its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.blueprint.facts import Blueprint, Parameter
+from shoal.blueprint.stored import Sketch
+from shoal.blueprint.trace import Ending, trace
+from shoal.core.errors import ModelError
+from shoal.data.loader import DataSettings, MicroBatch, Windows
+from shoal.engine.forward import split_inputs
+from shoal.engine.precision import Precision
+from shoal.engine.randomness import seed_all
+from shoal.engine.record import job_name
+from shoal.engine.settings import RunSettings
+from shoal.job import Job
+from shoal.parallel.pipeline.units import unit_paths
+from shoal.parallel.shard.units import parameters
+
+#: Samples of the traced micro-batch: what grows with them is told from what does not, and statistics have more than one.
+SAMPLES = 2
+
+
+def sketch(job: Job, settings: RunSettings) -> Sketch:
+    """The job as a plan sees it, under its own precision. Nothing is computed, and no weight has memory.
+
+    A model that cannot be traced gives a blueprint without operations, and a note that says why.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _sketch(job, settings)
+
+
+def _sketch(job: Job, settings: RunSettings) -> Sketch:
+    precision = Precision(settings.precision, "cpu")
+    notes: list[str] = []
+    with precision.user_code():
+        seed_all(settings.seed)
+        model = _model(job, notes)
+        precision.widen(model)
+        model.train()
+        state_bytes = _optimizer_bytes(job, model, notes)
+        seed_all(settings.seed)
+        source = Windows(job.data(), _data_settings(job, settings, precision))
+    micro, samples = _micro_batch(source), source.windows_per_epoch
+    source.close()
+    inputs, targets = job.inputs(precision.place(micro.batch, torch.device("cpu")))
+    args, kwargs = split_inputs(inputs)
+    try:
+        with precision.forward():
+            blueprint = trace(model, args, kwargs, micro.samples, Ending(job.loss, targets))
+    except ModelError as error:
+        notes.append(f"{error}; compute, activations and all cuts through the model are therefore unknown")
+        blueprint = _untraced(model)
+    return Sketch(
+        name=job_name(job), blueprint=blueprint, units=tuple(unit_paths(model)), precision=settings.precision,
+        global_batch=settings.global_batch, clip=settings.clip,
+        dataset_samples=None if samples is None else samples * SAMPLES, optimizer_bytes=state_bytes, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _model(job: Job, notes: list[str]) -> nn.Module:
+    """The model of tensors without memory; whole where its constructor reads values back."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return job.model()
+    except Exception as error:
+        notes.append(
+            f"the model is built with its memory, since its constructor cannot do without: {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')}"
+        )
+        return job.model()
+
+
+def _data_settings(job: Job, settings: RunSettings, precision: Precision) -> DataSettings:
+    return DataSettings(
+        global_batch=SAMPLES, micro_batch=SAMPLES, rank=0, ranks=1, seed=settings.seed, short_windows="drop",
+        loader_workers=0, pin_memory=False, default_dtype=precision.default_dtype,
+        collate=job.collate if type(job).collate is not Job.collate else None,
+    )  # fmt: skip
+
+
+def _micro_batch(source: Windows) -> MicroBatch:
+    return next(source.iterate(0, 1)).micro_batches[0]
+
+
+def _optimizer_bytes(job: Job, model: nn.Module, notes: list[str]) -> float:
+    """Bytes of state per trained number after a step, taken on tensors without memory."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _fake(model):
+            optimizer = job.optimizer(model)
+            held = [param for group in optimizer.param_groups for param in group["params"]]
+            for param in held:
+                param.grad = torch.empty_like(param)
+            optimizer.step()
+            state = [value for each in optimizer.state.values() for value in each.values()]
+            size = sum(t.numel() * t.element_size() for t in state if isinstance(t, torch.Tensor) and t.dim())
+    except Exception as error:
+        notes.append(
+            f"what the optimizer holds is taken to be two numbers per weight: a step of it could not be tried "
+            f"({type(error).__name__})"
+        )
+        return 2.0 * max((param.element_size() for param in trained), default=4)
+    return size / max(1, sum(param.numel() for param in trained))
+
+
+@contextmanager
+def _fake(model: nn.Module) -> Iterator[None]:
+    """The model's weights as tensors of the mode that is on, for as long."""
+    own = {id(module): dict(module._parameters) for module in model.modules()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                if id(param) not in made:
+                    made[id(param)] = nn.Parameter(
+                        torch.empty(param.shape, dtype=param.dtype), requires_grad=param.requires_grad
+                    )
+                module._parameters[name] = made[id(param)]
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module._parameters.update(own[id(module)])
+
+
+def _untraced(model: nn.Module) -> Blueprint:
+    """Parameters alone."""
+    held: list[Parameter] = parameters(model)
+    modules: dict[str, Any] = {path: type(module).__name__ for path, module in model.named_modules()}
+    return Blueprint(
+        values=(), operations=(), parameters=tuple(held), inputs=(), outputs=(), modules=modules, samples=1
+    )
