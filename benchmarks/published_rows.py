@@ -20,12 +20,13 @@ class Framework(NamedTuple):
     states: States
     overlap_gradients: bool = True
     overlap_weights: bool = True
+    piped: float = 0.0  # kernels' worth of host time more per tensor rank and block, in a pipeline
 
 
 FRAMEWORKS = {
-    "nanotron": Framework("nanotron", Software(activation=5, activation_kept=3), States(2, 0, 4, 12)),
+    "nanotron": Framework("nanotron", Software(activation=5, activation_kept=3, residual=4, kernels=310), States(2, 0, 4, 12), piped=170),
     "megatron": Framework("megatron", Software(), States(2, 0, 4, 12)),
-    "megatron-deepspeed": Framework("megatron-deepspeed", Software(flash=False, dropout=True), States(2, 0, 2, 12), False),
+    "megatron-deepspeed": Framework("megatron-deepspeed", Software(flash=False, dropout=True, kernels=162), States(2, 0, 2, 12), False),
     "mosaic": Framework("mosaic", Software(skips=False), States(4, 2, 4, 8)),
     "fsdp": Framework("fsdp", Software(activation=5, activation_kept=3, norm=16, norm_kept=4), States(4, 2, 4, 8, 2)),
     "fsdp-compiled": Framework("fsdp-compiled", Software(), States(4, 2, 4, 8, 2)),
@@ -223,4 +224,6 @@ def read(row, index):
     )
     step = rate_to_step(row, tokens, candidate.global_batch, world, None)
     oom = "OOM" in row["notes"] or "OUT OF MEMORY" in row["notes"]
+    if tp > 1 and pp > 1:
+        frame = frame._replace(software=frame.software._replace(kernels=frame.software.kernels + frame.piped * tp))
     return Case(row, index, made, frame, tokens, gpu(row), int(number(row, "gpus_per_node", 8)), world, candidate, row["recompute"] or None, step, number(row, "peak_memory_gib"), oom, width)

@@ -70,8 +70,9 @@ class Span(NamedTuple):
     def seconds(self, collective: str, nbytes: float) -> float:
         """Seconds of one collective in the group.
 
-        Where it spans both levels, data flows through both at once (NCCL's rings and trees): the slower one decides,
-        latencies add. Each device sends its part 1 / ``inside`` between nodes.
+        Where it spans both levels, one ring or tree goes through all ranks: every step of a ring waits for its slowest
+        hop, which is between nodes, and the slower of a device's own link and its node's cards (one part of them for
+        each device) sets the rate.
         """
         if self.ranks == 1:
             return 0.0
@@ -79,16 +80,18 @@ class Span(NamedTuple):
             return seconds(collective, self.inside, nbytes, _needed(self.near, "inside"))
         far = _needed(self.far, "between")
         if self.inside == 1 or collective == "p2p":
-            return seconds(collective, self.across, nbytes, far)
-        near = _needed(self.near, "inside")
+            return seconds(collective, self.ranks, nbytes, far)
+        near, wide = _needed(self.near, "inside"), far.bytes_per_s * far.share
         if collective == "all_to_all":
             away = nbytes * (self.ranks - self.inside) / self.ranks
-            return max(
-                far.base_s + (self.across - 1) * far.latency_s + away / (far.bytes_per_s * far.share),
-                seconds(collective, self.inside, nbytes * self.inside / self.ranks, near),
-            )
-        wire = seconds(collective, self.across, nbytes / self.inside, far)
-        return max(wire, seconds(collective, self.inside, nbytes, near)) + near.base_s
+            inside = seconds(collective, self.inside, nbytes * self.inside / self.ranks, near)
+            return max(far.base_s + (self.across - 1) * far.latency_s + away / wide, inside)
+        rate = min(near.bytes_per_s * near.share, self.inside * wide)
+        ring = _ROUNDS[collective] * ((self.ranks - 1) * far.latency_s + nbytes * (1 - 1 / self.ranks) / rate)
+        if collective != "all_reduce":
+            return far.base_s + ring
+        hops = 2 * (math.ceil(math.log2(self.across)) * far.latency_s + (self.inside - 1) * near.latency_s)
+        return far.base_s + min(ring, hops + 2 * nbytes / rate)
 
 
 def _needed(link: Link | None, where: str) -> Link:

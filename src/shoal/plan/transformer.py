@@ -124,7 +124,7 @@ class _Part:
         self.sp = sequence_parallel and tensor > 1
         self.width = WIDTHS[precision]
         self.causal = 0.5 if software.flash and software.skips else 1.0
-        self.launches = software.kernels / 14
+        self.launches = software.kernels / 10
 
     def product(self, name: str, k: float, n: float, *, tokens: float | None = None, kept: float | None = None) -> Op:
         """A (tokens, k) x (k, n) product; it keeps its input for the weight's gradient unless told otherwise."""
@@ -154,7 +154,7 @@ class _Part:
             path=path,
             kind="dense" if dense else "experts",
             repeated=True,
-            ops=tuple(ops),
+            ops=tuple(op._replace(launches=self.software.kernels / len(ops)) for op in ops),
             traffic=self.traffic(dense),
             weights=self.weights(path, dense),
             carried_bytes=carried,
