@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,19 @@ from shoal.engine.randomness import seed_all
 from shoal.engine.record import job_name
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
+from shoal.launch.jobfile import load_class, make_job, make_settings
 from shoal.parallel.pipeline.units import unit_paths
 from shoal.parallel.shard.units import parameters
 
 #: Samples of the traced micro-batch: what grows with them is told from what does not, and statistics have more than one.
 SAMPLES = 2
+
+
+def sketch_of(job: Job | str, fields: Mapping[str, Any] | Sequence[str], precision: str | None = None) -> Sketch:
+    """The sketch of a job, or of the one in a file with these ``fields``. Raises ConfigError."""
+    cls = type(job) if isinstance(job, Job) else load_class(job)
+    made = job if isinstance(job, Job) else make_job(cls, fields)
+    return sketch(made, make_settings(cls, {"precision": precision} if precision else {}))
 
 
 def sketch(job: Job, settings: RunSettings) -> Sketch:

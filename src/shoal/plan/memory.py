@@ -232,7 +232,9 @@ class _Rank:
         """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
         key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
         if key not in self._fullest:
-            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all)
+            held = self.model.moment(stage.numbers.start, forward, micro)
+            nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
+            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all, default=nothing)
         top = self._fullest[key]
         return top._replace(activations=top.activations + others)
 

@@ -22,7 +22,7 @@ from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.memory import holding, ranks, recomputed
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
-from shoal.plan.space import Core, Question, Spread, candidate, cores, degrees, spreads
+from shoal.plan.space import RECOMPUTE, Core, Question, Spread, candidate, cores, degrees, spreads
 from shoal.plan.time import Prices
 
 #: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
@@ -33,6 +33,7 @@ _MOVES = 4
 #: Tensor degree and sequence parallelism -> one rank's profile, or why there is none.
 Profiles = Callable[[int, bool], Profile | str]
 Only = Callable[[Core, Spread], bool]
+Within = Callable[[Core], bool]
 
 
 class Found(NamedTuple):
@@ -90,9 +91,10 @@ class Search:
         repeated = any(block.repeated for profile in self.profiles.values() for block in profile.blocks)
         return cores(self.question, places, repeated)
 
-    def run(self, top: int = 5, only: Only | None = None) -> Result:
-        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` lets through."""
-        waiting = [_Waiting(self.bound(core), number, core) for number, core in enumerate(self.cores())]
+    def run(self, top: int = 5, only: Only | None = None, within: Within | None = None) -> Result:
+        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through."""
+        asked_for = [core for core in self.cores() if within is None or within(core)]
+        waiting = [_Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
         asked, before = sum(len(list(spreads(each.core.data))) for each in waiting), self.priced
         heapq.heapify(waiting)
         best: dict[tuple, Found] = {}
@@ -257,18 +259,20 @@ class Search:
             self._left[key] = np.array([_left(block, at in chosen, core) for at, block in enumerate(profile.blocks)])
         return self._left[key]
 
-    def least(self) -> tuple[Candidate, Memory] | None:
-        """What needs the least memory of all: the smallest micro-batch, all recomputed, all shared out. None where
-        nothing divides."""
-        fullest = [
-            (core, Spread(1, core.data, 3, core.data > 1))
-            for core in self.cores()
-            if core.micro_batch == 1 and core.recompute != "none" and core.chunks == 1
-        ]
-        device, found = self.cluster.device, []
-        for core, spread in fullest:
-            made = candidate(self.question, core, spread, self.starts(core))
-            held = ranks(self.profiles[core.tensor, core.sequence_parallel], made, device)
+    def least(self, within: Within | None = None, axis: str = "shard") -> tuple[Candidate, Memory] | None:
+        """What needs the least memory of all, or of the cores ``within``, with data ranks along ``axis``: the smallest
+        micro-batch, most recomputed, all shared out. None where nothing divides."""
+        cores = [c for c in self.cores() if c.micro_batch == 1 and c.chunks == 1 and (within is None or within(c))]
+        most = max((RECOMPUTE.index(core.recompute) for core in cores), default=0)
+        found = []
+        for core in cores:
+            if RECOMPUTE.index(core.recompute) < most or core.schedule in ("interleaved-zero-bubble", "gpipe"):
+                continue
+            shard = core.data if axis == "shard" else 1
+            made = candidate(
+                self.question, core, Spread(core.data // shard, shard, 3, shard > 1), self.starts(core)
+            )
+            held = ranks(self.profiles[core.tensor, core.sequence_parallel], made, self.cluster.device)
             found.append((made, max(held, key=lambda each: each.total_bytes)))
         return min(found, key=lambda each: each[1].total_bytes, default=None)
 

@@ -144,7 +144,7 @@ class Prices:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, self.peak) for op in block.ops]
-        forward, backward = (sum(side) for side in zip(*seconds, strict=True))
+        forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         again = _AGAIN[candidate.recompute] * (1 - candidate.keep) if block.repeated else 0.0
@@ -267,7 +267,10 @@ class Prices:
         """Reading gradients, reading and writing weights and states; tied weights counted at each place."""
         states, device = candidate.states, self.cluster.device
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
-        nbytes = numel / candidate.mesh.shard * (states.gradient + 2 * (states.optimizer + states.weight))
+        numel /= candidate.mesh.shard
+        nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
+        if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
+            return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
         return nbytes / (device.memory_bytes_per_s * device.memory_share)
 
 
