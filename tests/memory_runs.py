@@ -18,6 +18,8 @@ from shoal.blueprint.cut import cut
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.trace import Ending, trace
 from shoal.cluster.facts import Device
+from shoal.engine.forward import split_inputs
+from shoal.engine.precision import Precision
 from shoal.parallel.pipeline.units import unit_paths
 from shoal.plan.candidate import Candidate, Memory, States
 from shoal.plan.from_blueprint import profile
@@ -99,32 +101,36 @@ def measured(case: Case, out: Path, workers: int, steps: int = 3, **settings: An
                     between, live.peak = live.now(), 0
                 run.step(window)
             run.close()
-        return Found(live.peak, between, sorted(live.at_peak, reverse=True)[:60])
+        return Found(live.peak, between, sorted(live.at_peak, reverse=True))
 
     case.model()  # imported once, here
     return run_ranks(rank, workers, timeout_s=120)
 
 
-def blueprint_of(case: Case, samples: int, around: Any = None) -> tuple[Blueprint, list[str]]:
+def blueprint_of(case: Case, samples: int, precision: Any = "fp32") -> tuple[Blueprint, list[str]]:
     """The traced model with its loss, and its units."""
     torch.manual_seed(0)
-    model = case.model().train()
-    inputs, targets = torch.utils.data.default_collate(case.rows[:samples])
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-    with around() if around else torch.enable_grad():
+    policy = Precision(precision, "cpu")
+    with policy.user_code():
+        model = case.model().train()
+    policy.widen(model)
+    batch = torch.utils.data.default_collate(case.rows[:samples])
+    inputs, targets = (policy.place(part, torch.device("cpu")) for part in batch)
+    args, kwargs = split_inputs(inputs)
+    with policy.forward():
         return trace(model, args, kwargs, samples, Ending(case.loss, targets)), unit_paths(model)
 
 
 def predicted(case: Case, mesh: str, samples: int, traced: int | None = None, **settings: Any) -> list[Memory]:
     """The peak of each pipeline coordinate for micro-batches of ``samples``."""
     degrees = Mesh.parse(mesh)
-    blueprint, units = blueprint_of(case, traced or samples)
-    made = profile(blueprint, units, tensor=degrees.tensor)
+    precision = settings.get("precision", "fp32")
+    blueprint, units = blueprint_of(case, traced or samples, precision)
+    made = profile(blueprint, units, tensor=degrees.tensor, precision=precision)
     stages = degrees.pipeline * settings.get("chunks", 1)
     paths = [block.path for block in made.blocks]
     starts = (0, *(paths.index(unit) for unit in cut(blueprint, units, stages))) if stages > 1 else (0,)
-    states = settings.pop("states", States())
-    candidate = Candidate(
-        degrees, samples, settings.pop("accumulation", 1), starts=starts, states=states, **settings
-    )
+    wide = 2 if precision == "fp64" else 1
+    states = settings.pop("states", States(4 * wide, 0, 4 * wide, 8 * wide))
+    candidate = Candidate(degrees, samples, settings.pop("accumulation", 1), starts=starts, states=states, **settings)
     return ranks(made, candidate, CPU)

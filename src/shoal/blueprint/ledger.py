@@ -16,6 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from shoal.blueprint.facts import Storage, Timeline
 
 
+#: Operators whose second and third result are statistics of their input.
+NORMS = ("aten.native_layer_norm", "aten.native_batch_norm", "aten._native_batch_norm", "aten.native_group_norm")
+
+
 class Entry:
     """A storage under way: see ``facts.Storage``."""
 
@@ -54,9 +58,18 @@ class Ledger(TorchDispatchMode):
             self.operation = self._of_backward()
         if not self.backward:
             self._use(args)
+        if str(func).startswith(NORMS):
+            self._statistics(result)
         made = [self._see(tensor, func, args) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         self.launches += any(made) or func._schema.is_mutable
         return result
+
+    def _statistics(self, result: Any) -> None:
+        """A norm's mean and deviation are float32 where its input is narrower; the fake kernel says otherwise."""
+        for tensor in result[1:3]:
+            entry = self.entry(tensor)
+            if entry is not None:
+                entry.bytes = max(entry.bytes, 4 * tensor.numel())
 
     def _use(self, args: Any) -> None:
         """A kernel of the forward reads these."""
@@ -90,7 +103,9 @@ class Ledger(TorchDispatchMode):
             return False
         entry = self.entry(tensor)
         if entry is not None and func is torch.ops.aten._to_copy.default:
-            entry.of = self.held.get(args[0].untyped_storage()._cdata)
+            key = args[0].untyped_storage()._cdata
+            source = self.live.get(key)
+            entry.of = self.held.get(key, source.of if source and not self.backward else None)
         return True
 
     def _end(self, key: int) -> None:
@@ -132,6 +147,7 @@ class Ledger(TorchDispatchMode):
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: complete(name, p))
+        torch.clear_autocast_cache()  # as on leaving autocast, within which no backward runs
         self._backs = self._of_backward
         self.operation = len(self.sequence)
         loss.backward()

@@ -97,7 +97,7 @@ class _Maker:
         starts[0] = 0
         return [_Span(path, begin, end) for path, begin, end in zip(paths, starts, ends, strict=True)]
 
-    def share(self, of: int | str | None, operation: int, nbytes: int) -> float:
+    def share(self, of: int | str | None, operation: int, nbytes: int, backward: bool = False) -> float:
         """Which part of a storage this rank holds. ``operation``: whose forward or backward made or keeps it."""
         if isinstance(of, int):
             return self.local.share(of)
@@ -105,31 +105,33 @@ class _Maker:
             role = self.found.role[self.blueprint.parameter[of].name] if self.found else None
             return 1 / self.local.degree if role and role.split else 1.0
         local = self.local.operations[operation] if operation < len(self.operations) else None
-        return self._like(operation, nbytes)[0] if local is not None and local.divided else 1.0
+        return self._like(operation, nbytes, backward)[0] if local is not None and local.divided else 1.0
 
-    def _like(self, operation: int, nbytes: int) -> tuple[float, bool]:
+    def _like(self, operation: int, nbytes: int, backward: bool) -> tuple[float, bool]:
         """(share, whether it grows with samples) of an intermediate, as the operation's tensor that it looks like."""
         op, values = self.operations[operation], self.blueprint.values
         for value in (*op.gives, *op.reads):
             if values[value].bytes == nbytes:
                 return self.local.share(value), value in self.of_input
-        for parameter in op.parameters:
+        for parameter in op.parameters if backward else ():
             if math.prod(self.blueprint.parameter[parameter].shape) in (nbytes // 2, nbytes // 4, nbytes // 8):
                 return self.share(parameter, operation, nbytes), False
         split = any(value in self.local.splits for value in (*op.gives, *op.reads))
         return (1 / self.local.degree if split else 1.0), bool(self.of_input.intersection((*op.gives, *op.reads)))
 
-    def grows(self, of: int | str | None, operation: int, nbytes: int) -> bool:
+    def grows(self, of: int | str | None, operation: int, nbytes: int, backward: bool = False) -> bool:
         """Whether a storage grows with the samples."""
         if isinstance(of, int):
             return of in self.of_input
         if isinstance(of, str) or operation >= len(self.operations):
             return False
-        return self._like(operation, nbytes)[1]
+        return self._like(operation, nbytes, backward)[1]
 
     def sized(self, storage: Storage) -> tuple[float, float]:
-        nbytes = storage.bytes * self.share(storage.of, storage.operation, storage.bytes)
-        grows = self.grows(storage.of, storage.operation, storage.bytes)
+        assert self.blueprint.timeline is not None
+        backward = storage.born > self.blueprint.timeline.forward[-1]
+        nbytes = storage.bytes * self.share(storage.of, storage.operation, storage.bytes, backward)
+        grows = self.grows(storage.of, storage.operation, storage.bytes, backward)
         return (nbytes / self.samples, 0.0) if grows else (0.0, nbytes)
 
     def kept(self, of: Kept, operation: int) -> tuple[float, float]:
