@@ -38,3 +38,11 @@ def test_every_setting_is_a_flag_with_its_default(tmp_path: Path) -> None:
     for name, field in RunSettings.model_fields.items():
         assert "--" + name.replace("_", "-") in done.stdout
         assert field.default is None or str(field.default).strip("()',") in done.stdout
+
+
+def test_help_of_measure_needs_no_torch(tmp_path: Path) -> None:
+    listed = call([sys.executable, "-X", "importtime", "-m", "shoal", "measure", "--help"], tmp_path, COLUMNS="200")
+    imported = {line.rpartition("|")[2].strip() for line in listed.err.splitlines() if line.startswith("import time:")}
+    assert listed.status == 0 and not {"torch", "numpy"} & imported
+    for flag in ("--out", "-o", "--workers", "--json", "--plot", "--folder"):
+        assert flag in listed.out

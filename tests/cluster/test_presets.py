@@ -1,6 +1,7 @@
 """Presets: every constant has a source, every name works, and what is not known is refused with near names."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_find_reads_files_and_presets(tmp_path):
     assert find("a100", 8) == preset("a100-80gb-hdr", 8).model_copy(update={"name": "a100"})
     with pytest.raises(ConfigError, match=r"gone.toml cannot be read as a cluster"):
         find("gone.toml")
+
+
+def test_the_guide_has_every_preset_as_it_is():
+    """docs/clusters.md: name, devices, memory, best matrix peak in 16 bits, bandwidth, links."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "clusters.md").read_text()
+    rows = [line for line in guide.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.startswith(tuple(f"| `{name}`" for name in names()))] == [
+        row_of(name) for name in names() if name not in aliases()
+    ]
+    assert all(f"`{other}`" in guide for other in aliases())
+
+
+def row_of(name):
+    cluster = preset(name)
+    device, inside, between = cluster.device, cluster.inside, cluster.between
+    peak = device.flops_per_s.get("bf16", device.flops_per_s["fp16"])
+    return (
+        f"| `{name}` | {cluster.devices_per_node} | {device.memory_bytes / 1e9:.1f} | {peak / 1e12:g} | "
+        f"{device.matmul_share:.2f} | {device.memory_bytes_per_s / 1e12:.3g} | {inside.name}, "
+        f"{inside.bytes_per_s / 1e9:g} × {inside.share:.2f} | {between.name}, {between.bytes_per_s / 1e9:.3g} × "
+        f"{between.share:.2f} | {', '.join(n for n in networks(name) if not n.endswith('gbe'))} |"
+    )
+
+
+def aliases():
+    return [name for name in names() if name not in {path.split(".")[1] for path, _, _ in constants()}]

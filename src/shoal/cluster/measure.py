@@ -104,7 +104,7 @@ class Bench:
     def __init__(self, place: torch.device, grid: Grid, tell: Tell) -> None:
         self.place, self.grid, self._tell = place, grid, tell
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self._done, self._turn = 0.0, 0
+        self._done = 0.0
 
     # -- time
 
@@ -242,7 +242,8 @@ class Bench:
         grid = self.grid
 
         def timed(nbytes: int, budget_s: float) -> float:
-            return self.largest(self.seconds(self._call(kind, group, mine, nbytes), budget_s))
+            ways = 2 if kind == "p2p" else 1
+            return self.largest(self.seconds(self._call(kind, group, mine, nbytes), budget_s)) / ways
 
         probe = min(256 * 2**10, grid.largest_bytes)
         rate = probe / timed(probe, 0.02 * budget_s)
@@ -273,17 +274,17 @@ class Bench:
             return lambda: dist.all_to_all_single(other, whole, group=group)
         if kind == "broadcast":
             return lambda: dist.broadcast(whole, mine[0], group=group)
-        self._turn = 0
-        return lambda: self._one_way(whole, group, mine)
+        return lambda: self._there_and_back(whole, group, mine)
 
-    def _one_way(self, whole: torch.Tensor, group: Any, mine: list[int]) -> None:
-        """Every second call goes back, so that a call is one way, whole: to the other rank before it returns."""
-        sender = mine[self._turn % 2]
-        self._turn += 1
-        if self.rank == sender:
-            dist.send(whole, mine[self._turn % 2], group=group)
+    def _there_and_back(self, whole: torch.Tensor, group: Any, mine: list[int]) -> None:
+        """To the other rank and back again: one way would end for the sender before it has arrived."""
+        first, second = mine
+        if self.rank == first:
+            dist.send(whole, second, group=group)
+            dist.recv(whole, second, group=group)
         else:
-            dist.recv(whole, sender, group=group)
+            dist.recv(whole, first, group=group)
+            dist.send(whole, first, group=group)
 
     def overlap(self) -> float:
         """The factor by which products are slower while an all-reduce of the whole world runs, at least 1."""

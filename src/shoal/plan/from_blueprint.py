@@ -141,7 +141,8 @@ class _Maker:
         if self.blueprint.timeline is not None:
             starts = [span.begin for span in self.spans]
             gradient = {p.name: self.bytes_of(p.name) for p in self.blueprint.parameters if p.trains}
-            held = [*holdings(self.blueprint.timeline, starts, self.sized, gradient)]
+            found = holdings(self.blueprint.timeline, starts, self.sized, gradient)
+            held = [h._replace(between=self.between(span)) for h, span in zip(found, self.spans, strict=True)]
         weights = self.weights()
         made = []
         for number, span in enumerate(self.spans):
@@ -158,6 +159,16 @@ class _Maker:
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
+
+    def between(self, span: _Span) -> float:
+        """Bytes per sample of the gradients of what operations with trained weights give."""
+        values = {
+            value
+            for op in self.operations[span.begin : span.end]
+            if any(self.blueprint.parameter[name].trains for name in op.parameters)
+            for value in op.gives
+        }
+        return sum(self.blueprint.values[v].bytes * self.local.share(v) for v in values) / self.samples
 
     def bytes_of(self, name: str) -> float:
         parameter = self.blueprint.parameter[name]

@@ -61,7 +61,7 @@ class _Stage:
         self.left = {number: self.leaves(number) for number in numbers}
         self.kept = sum(self.left.values())
         self.first, self.last = 0 in numbers, len(profile.blocks) - 1 in numbers
-        self.logits = self.left[len(profile.blocks) - 1] if self.last else 0.0
+        self.next_here = self.previous_here = False  # neighbours on this rank take values without a copy
 
     def bytes(self, pair: tuple[float, float]) -> float:
         return pair[0] * self.samples + pair[1]
@@ -103,9 +103,45 @@ class _Stage:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
 
     @property
+    def between(self) -> float:
+        """Bytes of gradients that wait for the second half of a micro-batch's backward."""
+        waiting = sum(held.between for held in self.holdings.values()) * self.samples
+        return waiting - self.leaving  # the last of them lies in the buffer that it came in
+
+    @property
+    def after_weights(self) -> float:
+        """Kept bytes of what comes after the last operation with weights (the loss), which the first half frees."""
+        ops = [op for block in self.blocks.values() for op in block.ops]
+        last = max((number for number, op in enumerate(ops) if op.fixed_bytes), default=0)
+        return sum(op.kept_bytes for op in ops[last + 1 :]) * self.samples
+
+    def half(self, first: bool) -> float:
+        """Working bytes of half a backward: of the first, what waits and the widest block's own; of the second one
+        weight's gradient."""
+        if not first:
+            return max(
+                (weight.numel for block in self.blocks.values() for weight in block.weights if weight.trains), default=0
+            ) * 4.0
+        widest = max(
+            (self.live(moment, not self.last) - moment.fixed_bytes - self.bytes(held.kept)
+             for held in self.holdings.values() for moment in held.backward), default=0.0,
+        )  # fmt: skip
+        return self.between + max(widest, 0.0)
+
+    @property
     def entering(self) -> float:
         """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
+
+    @property
+    def returns(self) -> float:
+        """Bytes of gradients that are sent to the stage before."""
+        return self.entering * (not self.previous_here)
+
+    @property
+    def sends(self) -> float:
+        """Bytes that are sent to the stage after."""
+        return self.leaving * (not self.next_here)
 
     @property
     def leaving(self) -> float:
@@ -136,6 +172,8 @@ class _Rank:
         starts = [*candidate.starts, len(profile.blocks)]
         spans = {stage: range(starts[stage], starts[stage + 1]) for stage in stages}
         self.stages = {s: _Stage(profile, span, candidate.micro_batch, chosen) for s, span in spans.items()}
+        for number, stage in self.stages.items():
+            stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
 
     def actions(self) -> list[Action]:
@@ -152,19 +190,37 @@ class _Rank:
         ]
 
     def lives(self) -> Iterator[_Live]:
-        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited."""
+        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited.
+
+        A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
+        the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
+        it reach their buckets at the step's end only.
+        """
         begun: dict[tuple[int, int], float] = {}
+        apart: dict[int, float] = {}
         sent = 0.0
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
-            others = sum(kept for other, kept in begun.items() if other != key) + sent
-            if action.kind != "W":
+            others = sum(kept for other, kept in begun.items() if other != key) + sent + sum(apart.values())
+            others += stage.sends * (action.kind != "F")
+            if action.kind in "FB" or (action.kind == "W" and stage.first):
                 yield from self.within(stage, others, action.kind == "F", action.micro)
+            elif not stage.first:
+                held = self.model.moment(stage.numbers.start, False, action.micro)
+                yield _Live("backward", others + begun[key] + stage.half(action.kind == "I"), 0.0, held)
             if action.kind == "F":
-                begun[key] = stage.kept
+                begun[key] = stage.kept - (stage.leaving - stage.sends)
+            elif action.kind == "I" and not stage.first:
+                begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
                 begun.pop(key, None)
-                sent += stage.entering + stage.leaving
+                sent += stage.sends
+            if action.kind == "W" and not stage.first and self.candidate.mesh.shard == 1:
+                apart.setdefault(action.stage, self.model.gradients_of(stage.numbers))
+            if action.kind == "B":
+                apart[action.stage] = 0.0
+            if action.kind == "B" or (action.kind == "I" and not stage.first):
+                sent += stage.returns
 
     def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
@@ -186,6 +242,7 @@ class _Rank:
         candidate = self.candidate
         received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
+        passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
         inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer

@@ -81,13 +81,15 @@ class Moment(NamedTuple):
 class Holding(NamedTuple):
     """What a block holds: each pair is (bytes per sample, fixed bytes). ``kept``: left by its forward until its
     backward. ``passed``: of it, what later blocks read: all that is left where the block is recomputed. ``forward``
-    (``bare``: where nothing is kept for backward) and ``backward``: its moments that need most."""
+    (``bare``: where nothing is kept for backward) and ``backward``: its moments that need most. ``between``: per sample,
+    gradients of what its weights' operations give, which wait where weights' gradients are worked out apart."""
 
     kept: tuple[float, float] = (0, 0)
     passed: tuple[float, float] = (0, 0)
     forward: tuple[Moment, ...] = ()
     bare: tuple[Moment, ...] = ()
     backward: tuple[Moment, ...] = ()
+    between: float = 0
 
 
 class Block(NamedTuple):

@@ -6,7 +6,7 @@ as it is complete (parallel/replicate/buckets.py). Sharded: FSDP2 as parallel/sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.plan.candidate import Candidate
@@ -152,6 +152,11 @@ class Sharded:
         return Held(
             now.gathered - self.whole[unit] * reshards, now.gradients + new, buffers + self.sent[unit] + self.mine[unit]
         )
+
+    def gradients_of(self, numbers: Iterable[int]) -> float:
+        """Bytes of the gradients of some blocks' weights."""
+        weights = {w.name: w.numel for n in numbers for w in self.blocks[n].weights if w.trains}
+        return sum(weights.values()) * self.states.gradient
 
     def has_later(self, number: int) -> bool:
         """Whether a unit comes after a block."""
