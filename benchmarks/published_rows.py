@@ -20,17 +20,18 @@ class Framework(NamedTuple):
     states: States
     overlap_gradients: bool = True
     overlap_weights: bool = True
+    bucket_bytes: float = 25 * 2**20
     piped: float = 0.0  # kernels' worth of host time more per tensor rank and block, in a pipeline
 
 
 FRAMEWORKS = {
-    "nanotron": Framework("nanotron", Software(activation=5, activation_kept=3, residual=4, kernels=310), States(2, 0, 4, 12), piped=170),
-    "megatron": Framework("megatron", Software(), States(2, 0, 4, 12)),
+    "nanotron": Framework("nanotron", Software(activation=5, activation_kept=3, residual=4, kernels=310), States(2, 0, 4, 12), False, False, bucket_bytes=0.75e9, piped=147),
+    "megatron": Framework("megatron", Software(), States(2, 0, 4, 12), bucket_bytes=160e6),
     "megatron-deepspeed": Framework("megatron-deepspeed", Software(flash=False, dropout=True, kernels=162), States(2, 0, 2, 12), False),
     "mosaic": Framework("mosaic", Software(skips=False), States(4, 2, 4, 8)),
     "fsdp": Framework("fsdp", Software(activation=5, activation_kept=3, norm=16, norm_kept=4), States(4, 2, 4, 8, 2)),
     "fsdp-compiled": Framework("fsdp-compiled", Software(), States(4, 2, 4, 8, 2)),
-    "internevo": Framework("internevo", Software(activation=5, activation_kept=3), States(2, 0, 2, 12)),
+    "internevo": Framework("internevo", Software(activation=5, activation_kept=3, norm=16, norm_kept=2), States(2, 0, 2, 12)),
 }
 
 
@@ -165,6 +166,16 @@ def starts(shape_, stages, by_cost):
     return (0, *(1 + round(layers * stage / stages) for stage in range(1, stages)))
 
 
+def recomputed(row):
+    """Share of blocks that are computed twice, None where it is not published. Hardware over model FLOPs say it."""
+    found = re.search(r"HFU ([\d.]+)", row["notes"])
+    if row["recompute"] == "none":
+        return 0.0
+    if found and number(row, "mfu") and row["recompute"]:
+        return min(1.0, max(0.0, 3 * (float(found[1]) / number(row, "mfu") - 1)))
+    return {"full": 1.0, "selective": 0.5}.get(row["recompute"])
+
+
 def rate_to_step(row, case_tokens, gbs, world, model_flops):
     """Seconds of a step from what was published."""
     if number(row, "step_time_s"):
@@ -206,6 +217,7 @@ def read(row, index):
     states = frame.states
     if "PURE" in row["notes"] or (frame.name == "mosaic" and row["precision"] == "bf16"):
         states = states._replace(reduce=2)
+    share = recomputed(row) or 0.0
     candidate = Candidate(
         mesh=mesh,
         micro_batch=micro,
@@ -214,7 +226,9 @@ def read(row, index):
         schedule=schedule,
         chunks=chunks,
         shard_level=level,
-        recompute="full" if row["recompute"] == "full" else "none",
+        recompute="none" if share == 0 else "full",
+        keep=1 - share,
+        bucket_bytes=frame.bucket_bytes,
         sequence_parallel=row["seq_parallel"] == "yes" and tp > 1,
         precision=width,
         states=states,
@@ -225,5 +239,5 @@ def read(row, index):
     step = rate_to_step(row, tokens, candidate.global_batch, world, None)
     oom = "OOM" in row["notes"] or "OUT OF MEMORY" in row["notes"]
     if tp > 1 and pp > 1:
-        frame = frame._replace(software=frame.software._replace(kernels=frame.software.kernels + frame.piped * tp))
+        frame = frame._replace(software=frame.software._replace(kernels=frame.software.kernels + frame.piped * tp * (1.3 if tp > 8 else 1)))
     return Case(row, index, made, frame, tokens, gpu(row), int(number(row, "gpus_per_node", 8)), world, candidate, row["recompute"] or None, step, number(row, "peak_memory_gib"), oom, width)

@@ -102,7 +102,7 @@ class _Maker:
         if isinstance(of, int):
             return self.local.share(of)
         if isinstance(of, str):
-            role = self.found.role[self.blueprint.parameter[of].name] if self.found else None
+            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
             return 1 / self.local.degree if role and role.split else 1.0
         local = self.local.operations[operation] if operation < len(self.operations) else None
         return self._like(operation, nbytes, backward)[0] if local is not None and local.divided else 1.0

@@ -71,7 +71,8 @@ class Prices:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         """``profile``: one rank's share of the model for one tensor, context and expert degree."""
         self.profile, self.cluster = profile, cluster
-        self.peak = peak_flops(cluster.device, profile.precision)
+        names_ = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
+        self._peaks = {name: peak_flops(cluster.device, name) for name in names_}
         names = list(dict.fromkeys(block.kind for block in profile.blocks))
         self._kind = [names.index(block.kind) for block in profile.blocks]
         self._sample = [profile.blocks[self._kind.index(kind)] for kind in range(len(names))]
@@ -143,11 +144,16 @@ class Prices:
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
+<<<<<<< HEAD
         seconds = [op_seconds(op, micro, device, self.peak) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
+=======
+        seconds = [op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops]
+        forward, backward = (sum(side) for side in zip(*seconds, strict=True))
+>>>>>>> part-time
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
-        again = _AGAIN[candidate.recompute] * (1 - candidate.keep) if block.repeated else 0.0
+        again = (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep) if block.repeated else 0.0
         back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
         backward += again * forward
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
@@ -231,13 +237,13 @@ class Prices:
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
         elif shard.ranks > 1:
-            reduce = shard.seconds("reduce_scatter", numel * states.sent)
-            gather = shard.seconds("all_gather", numel * (states.compute or states.weight))
+            reduce = bucketed(shard, "reduce_scatter", numel * states.sent, bucket)
+            gather = bucketed(shard, "all_gather", numel * (states.compute or states.weight), bucket)
             wire = exposed(reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients)
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
         if copies.ranks > 1:
             part = 1 / candidate.mesh.shard
-            reduce = copies.seconds("all_reduce", numel * states.sent * part)
+            reduce = bucketed(copies, "all_reduce", numel * states.sent * part, bucket * part)
             tail = copies.seconds("all_reduce", bucket * part)
             beside = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
         return wire, beside
@@ -274,6 +280,12 @@ class Prices:
         return nbytes / (device.memory_bytes_per_s * device.memory_share)
 
 
+def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
+    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each."""
+    calls = max(1, round(nbytes / bucket)) if bucket else 1
+    return calls * where.seconds(collective, nbytes / calls)
+
+
 def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
     """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
     only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
@@ -298,7 +310,7 @@ def op_seconds(op: Op, micro_batch: float, device: Device, peak: float) -> tuple
         return moved, moved * op.backward
     share = device.attention_share
     if op.kind == "matmul":
-        half = device.matmul_half
+        half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
         share = device.matmul_share * math.prod(
             size / (size + half) for size in (op.m * micro_batch, op.k, op.n) if size + half
         )

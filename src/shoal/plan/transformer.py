@@ -77,6 +77,9 @@ class Software(NamedTuple):
     dropout: bool = False
     loss_bytes: float = 16
     scores: float = 6
+    casts: float = 2
+    grouped: float = 0.5
+    expert_kernels: float = 300
     kernels: float = 16
 
 
@@ -119,12 +122,14 @@ class _Part:
     def __init__(self, shape, tokens, tensor, sequence_parallel, context, expert, precision, software) -> None:
         self.shape, self.t, self.cp, self.ep, self.software = shape, tensor, context, expert, software
         self.tokens = tokens / context
+        self.precision = precision
+        self.wide = "bf16" if precision in ("fp8", "fp4") else ""  # attention, router and head stay in bf16
         self.length = tokens
         self.outside = self.tokens / tensor if sequence_parallel and tensor > 1 else self.tokens
         self.sp = sequence_parallel and tensor > 1
         self.width = WIDTHS[precision]
         self.causal = 0.5 if software.flash and software.skips else 1.0
-        self.launches = software.kernels / 10
+        self.launches = software.kernels / 50  # of embedding and head, which hold few kernels
 
     def product(self, name: str, k: float, n: float, *, tokens: float | None = None, kept: float | None = None) -> Op:
         """A (tokens, k) x (k, n) product; it keeps its input for the weight's gradient unless told otherwise."""
@@ -144,17 +149,25 @@ class _Part:
         elements, software = self.outside * self.shape.hidden, self.software
         return self.memory(name, elements, software.norm, elements * self.width * software.norm_kept)
 
+    def cast(self, ops: list[Op]) -> list[Op]:
+        """With what casting a product's operands to fp8 or fp4 moves."""
+        if self.precision not in ("fp8", "fp4"):
+            return ops
+        moved = sum(op.moved_bytes for op in ops if op.kind == "matmul" and not op.precision) * self.software.casts / 2
+        return [*ops, Op("casts", "memory", 0, 0, 0, 0.0, moved, 0.0, 0.0, 1.0, 1)]
+
     def layer(self, dense: bool, index: int) -> Block:
         """A repeated block: attention, then feed-forward."""
         shape, width = self.shape, self.width
-        ops = [*self.attention(), *(self.feed_forward(self._ffn(dense)) if dense else self.expert_ffn())]
+        ops = self.cast([*self.attention(), *(self.feed_forward(self._ffn(dense)) if dense else self.expert_ffn())])
+        kernels = self.software.kernels + (0 if dense else self.software.expert_kernels)
         carried = self.tokens * shape.hidden * width / (self.t if self.sp else 1)
         path = f"layers.{index}"
         return Block(
             path=path,
             kind="dense" if dense else "experts",
             repeated=True,
-            ops=tuple(op._replace(launches=self.software.kernels / len(ops)) for op in ops),
+            ops=tuple(op._replace(launches=kernels / len(ops)) for op in ops),
             traffic=self.traffic(dense),
             weights=self.weights(path, dense),
             carried_bytes=carried,
@@ -186,7 +199,7 @@ class _Part:
         scores = 0.0 if self.software.flash else n * s * shape.heads / t
         kept = n * (q + 2 * kv + v) * w + scores * (2 * w + 1) + n * shape.heads / t * 4
         moved = n * (q + 2 * kv + v) * w + scores * self.software.scores * w
-        ops.append(Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.launches))
+        ops.append(Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.launches, 0, self.wide))
         ops.append(self.product("attention_out", v, shape.hidden, kept=0.0))
         ops.append(self.residual("attention_add"))
         return ops
@@ -219,7 +232,7 @@ class _Part:
         f = experts.ffn
         ops = [
             self.norm("ffn_norm"),
-            self.product("router", h, experts.count, tokens=n, kept=0.0),
+            self.product("router", h, experts.count, tokens=n, kept=0.0)._replace(precision=self.wide),
             self.memory("dispatch", rows * h, 4, rows * h * self.width, 6),
             Op(
                 "up",
@@ -227,7 +240,7 @@ class _Part:
                 rows / local,
                 h,
                 2 * f,
-                4.0 * rows * h * f,
+                4.0 * rows * h * f / self.software.grouped,
                 rows * (h + 2 * f) * self.width,
                 local * 2 * h * f * self.width,
                 rows * h * self.width,
@@ -241,7 +254,7 @@ class _Part:
                 rows / local,
                 f,
                 h,
-                2.0 * rows * h * f,
+                2.0 * rows * h * f / self.software.grouped,
                 rows * (h + f) * self.width,
                 local * h * f * self.width,
                 rows * f * self.width,
@@ -344,7 +357,7 @@ class _Part:
         logits = n * v
         ops = (
             self.norm("norm"),
-            self.product("head", shape.hidden, v),
+            self.product("head", shape.hidden, v)._replace(precision=self.wide),
             Op(
                 "loss",
                 "memory",
