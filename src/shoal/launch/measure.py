@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from shoal.cluster import cached, picture
 from shoal.cluster.facts import Cluster
-from shoal.cluster.grid import Grid, grid
+from shoal.cluster.grid import Grid, grid, quick
 from shoal.cluster.measure import fingerprint
 from shoal.cluster.measure import measure as measure_world
 from shoal.core.errors import ConfigError, WorkerFailure
@@ -69,6 +69,22 @@ def kept(workers: int | None = None) -> cached.Kept | None:
     """
     kind = device_kind()
     return cached.load(cache_folder(), fingerprint(kind, worker_count(workers, kind)))
+
+
+def kept_quickly(workers: int) -> cached.Kept | None:
+    """What ``quickly`` kept, a stand-in until the machine is measured in full; None where it did not."""
+    return cached.load(cache_folder(), _quick_fingerprint(workers))
+
+
+def quickly(workers: int) -> cached.Kept:
+    """Measure this machine in a second or two, and keep that. Raises LaunchError, WorkerFailure."""
+    kind = device_kind()
+    cluster = _alone(workers, kind, quick(kind), Path(), True)
+    return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster), 0.0)
+
+
+def _quick_fingerprint(workers: int) -> dict[str, str]:
+    return {**fingerprint(device_kind(), workers), "quick": "yes"}
 
 
 def cache_folder() -> Path:

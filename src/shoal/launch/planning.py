@@ -17,7 +17,7 @@ from shoal.plan.explain import Tried, Work
 from shoal.plan.from_blueprint import profile
 from shoal.plan.plan import Plan
 from shoal.plan.profile import Profile
-from shoal.plan.search import USABLE, Found, Search
+from shoal.plan.search import USABLE, Found, Profiles, Search
 from shoal.plan.space import LEAST_TENSOR, Core, Question, Spread
 from shoal.plan.time import peak_flops
 from shoal.plan.untraced import states_alone
@@ -172,11 +172,13 @@ def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
     return kept.cluster if kept is not None else measuring.measure(workers=world, quiet=False)
 
 
-def answer(sketch: Sketch, cluster: Cluster, global_batch: int | None = None, top: int = 5) -> Planned:
-    """The best plans on all devices of ``cluster``, and what to say of them."""
+def answer(
+    sketch: Sketch, cluster: Cluster, global_batch: int | None = None, top: int = 5, micro_batch: int | None = None
+) -> Planned:
+    """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one."""
     question = question_of(sketch, cluster, global_batch)
     search = Search(profiles_of(sketch, cluster), cluster, question)
-    result = search.run(top)
+    result = search.run(top, within=None if micro_batch is None else lambda core: core.micro_batch == micro_batch)
     if not result.best:
         return Planned(
             sketch, cluster, question, search, (), result.asked, result.priced, changes=_changes(sketch, search)
@@ -199,7 +201,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
     )  # fmt: skip
 
 
-def profiles_of(sketch: Sketch, cluster: Cluster):  # noqa: ANN201
+def profiles_of(sketch: Sketch, cluster: Cluster) -> Profiles:
     """Tensor degree -> profile, or why there is none."""
 
     def made(tensor: int, sequence_parallel: bool) -> Profile | str:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shoal.blueprint.facts import Blueprint, Parameter
 from shoal.blueprint.stored import Sketch
@@ -25,8 +33,10 @@ from shoal.launch.jobfile import load_class, make_job, make_settings
 from shoal.parallel.pipeline.units import unit_paths
 from shoal.parallel.shard.units import parameters
 
-#: Samples of the traced micro-batch: what grows with them is told from what does not, and statistics have more than one.
+#: Samples of the traced micro-batch: what grows with them shows, and statistics have more than one.
 SAMPLES = 2
+#: After so long a model is taken for one that cannot be traced.
+_LONGEST_S = 60.0
 
 
 def sketch_of(job: Job | str, fields: Mapping[str, Any] | Sequence[str], precision: str | None = None) -> Sketch:
@@ -36,21 +46,87 @@ def sketch_of(job: Job | str, fields: Mapping[str, Any] | Sequence[str], precisi
     return sketch(made, make_settings(cls, {"precision": precision} if precision else {}))
 
 
-def sketch(job: Job, settings: RunSettings) -> Sketch:
-    """The job as a plan sees it, under its own precision. Nothing is computed, and no weight has memory.
+def sketch(job: Job, settings: RunSettings, whole: bool = True) -> Sketch:
+    """The job as a plan sees it, under its own precision. Nothing is computed, and no weight has memory, unless its
+    constructor reads values back and it may be built ``whole``.
 
     A model that cannot be traced gives a blueprint without operations, and a note that says why.
     """
     with torch.random.fork_rng(devices=[]):
-        return _sketch(job, settings)
+        return _sketch(job, settings, whole)
 
 
-def _sketch(job: Job, settings: RunSettings) -> Sketch:
+def sketch_apart(job: Job, settings: RunSettings, least: int = 0) -> Sketch | int | str:
+    """The sketch, taken in a fork, so that nothing that the job's code does (threads, memory, seeds) is left here.
+
+    Models of fewer than ``least`` parameters are only counted. Text: why there is no sketch.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-sketch-") as folder:
+        path = Path(folder) / "sketch.json"
+        child = _fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                _write_apart(job, settings, least, path)
+                status = 0
+            os._exit(status)
+        return _await(child, path)
+
+
+def _write_apart(job: Job, settings: RunSettings, least: int, path: Path) -> None:
+    """In the fork: the sketch, or the number of parameters, or why there is none."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(1)  # the threads of the process that it was forked from are not here
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # what the job's code prints, its workers print again
+        os.dup2(null, stream)
+    try:
+        size = count_parameters(job)
+        if size >= least:
+            sketch(job, settings, whole=False).write(path)
+        else:
+            path.with_suffix(".count").write_text(str(size))
+    except Exception as error:
+        path.with_suffix(".why").write_text(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # Python warns of forks beside threads; this one runs on one thread
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _await(child: int, path: Path) -> Sketch | int | str:
+    until_s = time.monotonic() + _LONGEST_S
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > until_s:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return f"it was not traced within {_LONGEST_S:.0f} s"
+        time.sleep(0.005)
+    if path.exists():
+        return Sketch.read(path)
+    if path.with_suffix(".count").exists():
+        return int(path.with_suffix(".count").read_text())
+    why = path.with_suffix(".why")
+    return why.read_text() if why.exists() else "the process that traced it died"
+
+
+def count_parameters(job: Job) -> int:
+    """Numbers in the model's weights; nothing is computed, and no weight has memory."""
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        return sum(param.numel() for param in job.model().parameters())
+
+
+def _sketch(job: Job, settings: RunSettings, whole: bool) -> Sketch:
     precision = Precision(settings.precision, "cpu")
     notes: list[str] = []
     with precision.user_code():
         seed_all(settings.seed)
-        model = _model(job, notes)
+        model = _model(job, notes, whole)
         precision.widen(model)
         model.train()
         state_bytes = _optimizer_bytes(job, model, notes)
@@ -73,12 +149,14 @@ def _sketch(job: Job, settings: RunSettings) -> Sketch:
     )  # fmt: skip
 
 
-def _model(job: Job, notes: list[str]) -> nn.Module:
+def _model(job: Job, notes: list[str], whole: bool) -> nn.Module:
     """The model of tensors without memory; whole where its constructor reads values back."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return job.model()
     except Exception as error:
+        if not whole:
+            raise
         notes.append(
             f"the model is built with its memory, since its constructor cannot do without: {type(error).__name__}: "
             f"{next(iter(str(error).splitlines()), '')}"
@@ -105,6 +183,8 @@ def _optimizer_bytes(job: Job, model: nn.Module, notes: list[str]) -> float:
         with FakeTensorMode(allow_non_fake_inputs=True), _fake(model):
             optimizer = job.optimizer(model)
             held = [param for group in optimizer.param_groups for param in group["params"]]
+            if not all(isinstance(param, FakeTensor) for param in held):
+                raise ModelError("the optimizer was made before the model")
             for param in held:
                 param.grad = torch.empty_like(param)
             optimizer.step()

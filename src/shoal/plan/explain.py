@@ -156,7 +156,7 @@ def binds(best: Found, free: Found | None, cluster: Cluster) -> str:
 
 
 class Tried(NamedTuple):
-    """An obvious choice: the best plan of its kind that fits, or what its least one would need, or why there is none."""
+    """An obvious choice: the best plan of its kind that fits, or what its least would need, or why there is none."""
 
     name: str
     found: Found | None

@@ -269,9 +269,7 @@ class Search:
             if RECOMPUTE.index(core.recompute) < most or core.schedule in ("interleaved-zero-bubble", "gpipe"):
                 continue
             shard = core.data if axis == "shard" else 1
-            made = candidate(
-                self.question, core, Spread(core.data // shard, shard, 3, shard > 1), self.starts(core)
-            )
+            made = candidate(self.question, core, Spread(core.data // shard, shard, 3, shard > 1), self.starts(core))
             held = ranks(self.profiles[core.tensor, core.sequence_parallel], made, self.cluster.device)
             found.append((made, max(held, key=lambda each: each.total_bytes)))
         return min(found, key=lambda each: each[1].total_bytes, default=None)

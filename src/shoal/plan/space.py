@@ -105,7 +105,9 @@ def schedules(pipeline: int, blocks: int, micro_batches: int) -> list[tuple[str 
     pairs = [("1f1b", 1), ("interleaved-zero-bubble", 1)]
     pairs += [(name, count) for count in chunks for name in ("interleaved-1f1b", "interleaved-zero-bubble")]
     pairs += [(name, 2) for name in ("zbv", "dualpipev") if 2 in chunks]
-    found: list[tuple[str | None, int]] = [pair for pair in pairs if not conflicts(pair[0], pipeline, pair[1], micro_batches)]
+    found: list[tuple[str | None, int]] = [
+        pair for pair in pairs if not conflicts(pair[0], pipeline, pair[1], micro_batches)
+    ]
     names = {name for name, _ in found}
     if "1f1b" not in names:
         found.append(("gpipe", 1))

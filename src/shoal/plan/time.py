@@ -144,16 +144,17 @@ class Prices:
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
-<<<<<<< HEAD
-        seconds = [op_seconds(op, micro, device, self.peak) for op in block.ops]
+        seconds = [
+            op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops
+        ]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
-=======
-        seconds = [op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops]
-        forward, backward = (sum(side) for side in zip(*seconds, strict=True))
->>>>>>> part-time
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
-        again = (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep) if block.repeated else 0.0
+        again = (
+            (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
+            if block.repeated
+            else 0.0
+        )
         back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
         backward += again * forward
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
@@ -239,7 +240,9 @@ class Prices:
         elif shard.ranks > 1:
             reduce = bucketed(shard, "reduce_scatter", numel * states.sent, bucket)
             gather = bucketed(shard, "all_gather", numel * (states.compute or states.weight), bucket)
-            wire = exposed(reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients)
+            wire = exposed(
+                reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
+            )
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
         if copies.ranks > 1:
             part = 1 / candidate.mesh.shard
