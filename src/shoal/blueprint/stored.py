@@ -37,8 +37,9 @@ class Sketch(Settings):
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, over what was there; folders on the way are made."""
-        values = {name: value for name, value in self if name != "blueprint"}
-        values |= {"format": FORMAT, "blueprint": {name: _out(value) for name, value in self.blueprint}}
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "blueprint"}
+        blueprint = {name: _out(getattr(self.blueprint, name)) for name in Blueprint.model_fields}
+        values |= {"format": FORMAT, "blueprint": blueprint}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(values, separators=(",", ":")))
 

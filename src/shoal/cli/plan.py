@@ -29,12 +29,24 @@ def command(
         str | None, typer.Option(help="a saved blueprint in place of FILE; needs no torch", metavar="JSON")
     ] = None,
     save_blueprint: Annotated[str | None, typer.Option(help="keep the traced model here", metavar="JSON")] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="hold two plans' files against each other", metavar="TOML TOML")
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="the best plan on each of so many devices", metavar="8,64,512")
+    ] = None,
+    scale_plot: Annotated[str | None, typer.Option(help="picture of --scale", metavar="FILE.html|FILE.svg")] = None,
+    price: Annotated[float | None, typer.Option(help="of a device-hour: what a billion tokens cost")] = None,
+    trials: Annotated[
+        int, typer.Option(help="run so many of the best plans here for a few steps, and rank anew", min=0)
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
 ) -> None:
     """Run the command. Exit status: 0 where a plan fits, else 1."""
     from shoal.core.errors import ShoalError
-    from shoal.launch.planning import plan
+    from shoal.launch.planning import Extras, more, plan
 
+    extras = Extras(compare, scale, scale_plot, price, trials)
     try:
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
@@ -43,6 +55,8 @@ def command(
         if save_blueprint is not None:
             planned.sketch.write(save_blueprint)
         print("\n".join(planned.lines()), flush=True)
+        for line in more(planned, extras, file, overrides or []):
+            print(line, flush=True)
         if out is not None:
             planned.plan.write(out)
     except ShoalError as error:

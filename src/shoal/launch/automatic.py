@@ -17,7 +17,7 @@ from shoal.engine.resolve import OF_PLAN
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
 from shoal.launch import measure
-from shoal.launch.planning import Planned, answer
+from shoal.launch.answer import Planned, answer
 from shoal.launch.sketch import sketch_apart
 from shoal.monitor.events import read_events
 from shoal.monitor.summary import PARTS as MEASURED
