@@ -96,8 +96,10 @@ def test_whole_gradients_and_buffers_of_collectives_have_a_line(made):
 
 def blocks(kept, carried=0.0):
     op = Op("op", "memory", 1, 1, 1, 0, 0, 0, kept, 2, 1)
-    return Profile(name="four blocks",
-        blocks=tuple(Block(f"b.{n}", "b", True, (op,), (), (), carried, carried) for n in range(4)), model_flops=0
+    return Profile(
+        name="four blocks",
+        blocks=tuple(Block(f"b.{n}", "b", True, (op,), (), (), carried, carried) for n in range(4)),
+        model_flops=0,
     )
 
 

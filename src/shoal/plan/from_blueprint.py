@@ -104,8 +104,10 @@ class _Maker:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
             return self.local.share(of)
-        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of is not None else None
-        return 1 / self.local.degree if role and role.split else 1.0
+        if isinstance(of, str):
+            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
+            return 1 / self.local.degree if role and role.split else 1.0
+        return 1.0
 
     def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
