@@ -119,6 +119,7 @@ def _run(words: list[str]) -> None:
         sys.path[0], sys.argv, text, name = "", ["-c", *rest[1:]], rest[0], "<string>"
     elif first == "-":
         sys.path[0], text, name = "", sys.stdin.read(), "<stdin>"
+        main.__file__ = name
     else:
         name = main.__file__ = os.path.abspath(first)
         sys.path[0], text = os.path.dirname(name), Path(name).read_text()
@@ -134,8 +135,8 @@ def _status(words: list[str]) -> int:
             return ended.code or 0
         print(ended.code, file=sys.stderr)
         return 1
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

@@ -137,7 +137,7 @@ class _Replay:
         )  # fmt: skip
 
     def local(self, shape: tuple[int, ...], split: Split | None) -> tuple[int, ...]:
-        return local_shape(shape, split, self.degree)
+        return local_shape(shape, split, self.degree, 0)  # the first rank has most
 
     def split(self, ref: Ref) -> Split | None:
         return self.splits.get(ref.of) if isinstance(ref.of, int) else self.weights.get(ref.of)

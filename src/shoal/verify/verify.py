@@ -235,7 +235,14 @@ class Runs:
         probes.mkdir(parents=True)
         settings = settings.model_copy(update={"out": str(out / "run")})
         entry = ProbedEntry(
-            self.job, settings, True, True, origins(self.job, self.names, ()), str(probes), unit, self.device
+            self.job,
+            settings,
+            True,
+            True,
+            origins(self.job, self.names, ()),
+            folder=str(probes),
+            unit=unit,
+            device=self.device,
         )
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
