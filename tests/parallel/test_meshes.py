@@ -120,7 +120,10 @@ def test_a_layout_computes_what_one_process_does(folder, tmp_path, ranks, layout
     """Also in the last, shorter window. Gradients of tied weights on two stages were not summed, or counted twice; a
     schedule divided what had been accumulated at every call.
 
+    With shards, those of tied weights were added before all data ranks had given theirs.
+
     https://github.com/NVIDIA/Megatron-LM/issues/299 https://github.com/uw-syfi/piper/issues/13
+    https://github.com/NVIDIA/Megatron-LM/issues/844
     https://github.com/pytorch/torchtitan/issues/1733 https://github.com/pytorch/torchtitan/pull/1732
     """
     same(trained(gpt_job(), tmp_path, ranks, **layout), alone(folder))
