@@ -169,7 +169,7 @@ def test_an_overflow_on_one_stage_is_skipped_and_halves_the_scale_on_all(tmp_pat
     every = run_ranks(run, 2)
     scale = every[0][1]
     assert scale > 1 and [each[:4] for each in every] == [(False, scale, scale / 2, True)] * 2
-    assert every[0][4] > 1, "the gradients in the schedule are of the scaled loss"
+    assert every[0][4] > scale / 10, "the gradients in the schedule are of the scaled loss"
 
 
 @pytest.mark.unit
