@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.warm import Command
 
 pytestmark = pytest.mark.ranks
 SCRIPT = Path(__file__).with_name("scripts.py")
@@ -21,7 +22,7 @@ def start(case: str, out: Path, workers: int = 2, restarts: int = 0, *more: obje
     command = [sys.executable, str(SCRIPT), case, str(out), str(workers), str(restarts), *map(str, more)]
     (out / "tmp").mkdir(parents=True)
     env = {**os.environ, "TMPDIR": str(out / "tmp")}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def finish(process: subprocess.Popen[str], out: Path) -> tuple[int, str, str]:

@@ -40,6 +40,11 @@ class Layout:
         return data_ranks(self.plan.mesh)
 
     @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of the model rather than all of it."""
+        return self.device_mesh is not None
+
+    @property
     def tells_loss(self) -> bool:
         """Whether this rank's loss counts: those that differ in tensor only work out the same one. (Stages but the
         last have none.)"""

@@ -37,8 +37,8 @@ PRECISION = "fp64"
 DOUBTFUL = 1e-6  # mistakes show at 1e-3
 #: Run settings that a verification takes; the others have no part in it.
 SETTINGS = (
-    "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload", "global_batch", "micro_batch",
-    "clip", "steps", "precision", "seed",
+    "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
+    "global_batch", "micro_batch", "clip", "steps", "precision", "seed",
 )  # fmt: skip
 #: What a run says of itself that may be why losses differ, and what to change.
 HINTS = (
@@ -279,7 +279,8 @@ def _one_device(settings: RunSettings, plan: Plan) -> RunSettings:
     micro_batch, global_batch, clip = _key(plan)
     return settings.model_copy(
         update={
-            "mesh": None, "plan": None, "schedule": None, "chunks": 1, "recompute": "none", "cpu_offload": False,
+            "mesh": None, "plan": None, "schedule": None, "chunks": 1, "sequence_parallel": False, "recompute": "none",
+            "cpu_offload": False,
             "micro_batch": micro_batch, "global_batch": global_batch, "clip": clip,
         }
     )  # fmt: skip

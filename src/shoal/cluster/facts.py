@@ -1,0 +1,83 @@
+"""What the hardware is: a device, links by level, nodes x devices. A value, from a preset, a file or a measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field
+
+from shoal.core import toml
+from shoal.core.settings import Settings
+
+#: What a collective does with a buffer; ``p2p``: one rank sends to one other.
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
+#: Whose kernels run: they decide what autograd keeps for backward.
+Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
+
+
+class Device(Settings):
+    """One device. Rates are per second; shares are of the peak, attainable by the best kernels."""
+
+    name: str = Field(description="as its maker calls it")
+    kernels: Kernels = Field(default="cuda-flash", description="whose kernels run")
+    memory_bytes: int = Field(gt=0, description="capacity")
+    reserved_bytes: int = Field(default=0, ge=0, description="taken before the first tensor: context, communicators")
+    flops_per_s: dict[str, float] = Field(description="dense matrix peak by precision: fp64, fp32, bf16, fp16, fp8")
+    matmul_share: float = Field(gt=0, le=1, description="share of the peak that a large matrix product reaches")
+    matmul_half: float = Field(default=0, ge=0, description="length of a dimension that halves a product's share")
+    attention_share: float = Field(gt=0, le=1, description="share of the peak that fused attention reaches")
+    memory_bytes_per_s: float = Field(gt=0, description="memory bandwidth")
+    memory_share: float = Field(gt=0, le=1, description="share of it that element-wise kernels reach")
+    launch_s: float = Field(ge=0, description="host time to start one kernel; no kernel takes less")
+    host_bytes_per_s: float = Field(default=25e9, gt=0, description="to and from the host's memory, one direction")
+    overlap_slowdown: float = Field(
+        default=1.0, ge=1, description="factor on compute while a collective runs beside it"
+    )
+
+
+class Fit(Settings):
+    """A measured line: time = latency_s + bytes / bytes_per_s, of the whole buffer, among ``ranks`` ranks."""
+
+    collective: Collective = Field(description="which")
+    ranks: int = Field(ge=2, description="group size")
+    latency_s: float = Field(ge=0, description="at no bytes")
+    bytes_per_s: float = Field(gt=0, description="buffer bytes per second at large sizes")
+
+
+class Link(Settings):
+    """What connects devices at one level. A ring's time follows from latency and bandwidth; ``fits`` are measured."""
+
+    name: str = Field(default="", description="for example NVLink 4 or InfiniBand NDR")
+    bytes_per_s: float = Field(gt=0, description="one direction, per device, nominal")
+    share: float = Field(default=1.0, gt=0, le=1, description="share of it that large collectives reach")
+    base_s: float = Field(default=0, ge=0, description="to start a collective")
+    latency_s: float = Field(default=0, ge=0, description="per hop")
+    fits: tuple[Fit, ...] = Field(default=(), description="measured collectives, which go before the ring's formula")
+
+
+class Cluster(Settings):
+    """``nodes`` nodes of ``devices_per_node`` devices; ranks fill a node before the next."""
+
+    name: str = Field(description="preset or what was measured")
+    device: Device = Field(description="each device")
+    devices_per_node: int = Field(ge=1, description="devices in a node")
+    nodes: int = Field(default=1, ge=1, description="nodes")
+    inside: Link | None = Field(default=None, description="between devices of a node")
+    between: Link | None = Field(default=None, description="between nodes")
+    disk_bytes_per_s: float | None = Field(default=None, gt=0, description="checkpoints, per node")
+    sources: dict[str, str] = Field(default={}, description="where each constant is from, by its path in this record")
+
+    @property
+    def world(self) -> int:
+        """All devices."""
+        return self.nodes * self.devices_per_node
+
+    def to_toml(self) -> str:
+        """The whole record as TOML."""
+        return toml.to_toml(self.model_dump())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The cluster in a file. Raises ConfigError."""
+        return cls.parse(toml.from_toml(toml.read_text(path, "a cluster"), str(path)), str(path))

@@ -1,0 +1,99 @@
+"""What is priced: a plan, and what the engine does not run yet but published runs use (experts, context, fp8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from shoal.plan.mesh import Mesh
+
+
+class States(NamedTuple):
+    """Bytes per parameter of a training recipe. ``weight``: as held between steps; ``compute``: of a copy that is
+    made for computing (0: computes with ``weight`` itself); ``gradient``; ``optimizer``: moments and, where kept
+    apart, float32 master weights.
+
+    Shoal: float32 weights 4, gradients 4, Adam 8, and autocast's copies of 2. Megatron-LM, bf16: 2, gradients 4, 12.
+    """
+
+    weight: float = 4
+    compute: float = 0
+    gradient: float = 4
+    optimizer: float = 8
+
+
+class Candidate(NamedTuple):
+    """One way to run a model. ``mesh.context`` and ``expert`` may exceed what the engine runs; experts are divided
+    within the data ranks. ``starts``: index of the first block of every stage. ``shard_level``: 1 shards optimizer
+    state, 2 gradients too, 3 weights too, over ``mesh.shard``. ``keep``: share of blocks that are not recomputed."""
+
+    mesh: Mesh
+    micro_batch: int
+    accumulation: int
+    starts: tuple[int, ...] = (0,)
+    schedule: str | None = None
+    chunks: int = 1
+    shard_level: int = 3
+    recompute: Literal["none", "selective", "full"] = "none"
+    sequence_parallel: bool = False
+    cpu_offload: bool = False
+    precision: str = "fp32"
+    states: States = States()
+    expert: int = 1
+    bucket_bytes: float = 25 * 2**20
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.mesh.replicate * self.mesh.shard
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.accumulation * self.data_ranks
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return math.prod(self.mesh.degrees.values())
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank at the moment of its step that needs most (``moment``: forward, loss, backward, optimizer)."""
+
+    rank: int
+    moment: str
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    overhead: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All categories."""
+        return sum(value for value in self[2:])
+
+
+class Cost(NamedTuple):
+    """Seconds of one step, of the rank that is busiest; the parts add up to ``step_s``. ``bubble_s``: waiting in the
+    pipeline. The four ``_s`` of axes are communication that compute does not hide. ``rest_s``: launches that the
+    device waits for, data, logging."""
+
+    compute_s: float
+    tensor_s: float
+    context_s: float
+    expert_s: float
+    pipeline_s: float
+    shard_s: float
+    replicate_s: float
+    bubble_s: float
+    optimizer_s: float
+    rest_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All parts."""
+        return sum(self)

@@ -1,0 +1,104 @@
+"""What one rank computes, holds and sends for one sample, block by block: all that pricing needs to know of a model.
+
+A profile is for one way to divide a model over ranks that read the same samples (tensor degree, sequence parallelism,
+context and expert degree) in one precision: its operations, weights and traffic are already one rank's own, so that
+memory.py, time.py and search.py know nothing of roles. ``from_blueprint.py`` makes it of a traced model,
+``transformer.py`` of shapes alone.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from shoal.core.settings import Settings
+
+#: Axes whose ranks read the same samples and exchange activations.
+ActivationAxis = Literal["tensor", "context", "expert"]
+
+
+class Op(NamedTuple):
+    """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
+    samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
+    ``kept_bytes``: newly kept for backward without recompute. ``backward``: backward FLOPs over forward FLOPs.
+    ``launches``: kernels started in the forward.
+    """
+
+    name: str
+    kind: Literal["matmul", "attention", "memory"]
+    m: float
+    k: float
+    n: float
+    flops: float
+    moved_bytes: float
+    fixed_bytes: float
+    kept_bytes: float
+    backward: float
+    launches: float
+
+
+class Traffic(NamedTuple):
+    """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass."""
+
+    axis: ActivationAxis
+    collective: str
+    phase: Literal["forward", "backward"]
+    bytes: float
+
+
+class Weight(NamedTuple):
+    """A parameter as this rank holds it before any sharding. ``rows``: its first dimension. ``copies``: of how many
+    of the ranks that read the same samples it is the same (its gradient may have to be summed over them). ``expert``:
+    divided over the expert axis, so that fewer data ranks hold it alike. ``tie``: name shared by tied weights, or ''.
+    """
+
+    name: str
+    numel: int
+    rows: int
+    trains: bool
+    copies: int
+    expert: bool
+    tie: str
+
+
+class Block(NamedTuple):
+    """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
+    repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
+    way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed.
+    """
+
+    path: str
+    kind: str
+    repeated: bool
+    ops: tuple[Op, ...]
+    traffic: tuple[Traffic, ...]
+    weights: tuple[Weight, ...]
+    carried_bytes: float
+    input_bytes: float
+
+
+class Profile(Settings):
+    """One rank's share of a model. The last block holds the head and the loss."""
+
+    name: str = Field(description="of the model")
+    tokens: int = Field(default=1, ge=1, description="positions of a sample, over all context ranks")
+    tensor: int = Field(default=1, ge=1, description="degree that it was made for")
+    sequence_parallel: bool = Field(default=False, description="positions shared out between tensor regions")
+    context: int = Field(default=1, ge=1, description="degree that it was made for")
+    expert: int = Field(default=1, ge=1, description="degree that it was made for")
+    precision: str = Field(default="fp32", description="of products: fp64, fp32, bf16, fp16, fp8")
+    kernels: str = Field(default="cpu", description="whose kernels decide what is kept")
+    blocks: tuple[Block, ...] = Field(description="in the order of the forward")
+    model_flops: float = Field(description="of a forward of one whole sample, full attention, for utilisation")
+    notes: tuple[str, ...] = Field(default=(), description="what is not known or not divided, in sentences")
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers in this rank's weights, tied ones once."""
+        seen: dict[str, int] = {}
+        for block in self.blocks:
+            for weight in block.weights:
+                seen[weight.tie or weight.name] = weight.numel
+        return sum(seen.values())
