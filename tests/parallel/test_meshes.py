@@ -266,3 +266,17 @@ def test_what_nothing_would_read_is_refused_and_not_left_out_in_silence(tmp_path
                 start(gpt_job(), tmp_path / "run", plan=str(path), steps=1)
 
         run_ranks(build, 2)
+
+
+def test_a_resolved_plan_names_its_model_and_starts_that_model_again(tmp_path):
+    def build(rank):
+        run = start(gpt_job(), tmp_path / "first", mesh="tensor=2", global_batch=8, steps=1, precision="fp64")
+        plan = run.layout.plan
+        run.close()
+        assert plan.model[0] == "tokens.weight 61x16" and "blocks.{0-7}.norm_feed.bias 16" in plan.model
+        plan.model_copy(update={"precision": "fp32"}).write(tmp_path / f"plan-{rank}.toml")
+        again = start(gpt_job(), tmp_path / "second", plan=str(tmp_path / f"plan-{rank}.toml"), steps=1)
+        again.close()
+        return again.layout.plan.model == plan.model
+
+    assert run_ranks(build, 2) == [True, True]
