@@ -248,7 +248,6 @@ def test_a_model_whose_path_depends_on_values_is_refused_with_the_reason(tmp_pat
 def test_what_nothing_would_read_is_refused_and_not_left_out_in_silence(tmp_path):
     plan = {"mesh": "tensor=2", "global_batch": 8, "micro_batch": 8, "accumulation": 1}
     for change, text in (
-        ({"sequence_parallel": True}, "sequence_parallel was asked for, .*; set sequence_parallel = false"),
         (
             {"model": ["blocks.{0-11}.norm_feed.bias 16"]},
             r"is for another model: it has 'blocks.\{0-11\}.norm_feed.bias",
