@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -330,6 +331,8 @@ def _watched(recorder: _Recorder) -> Iterator[None]:
         (owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
         for owner, name in places:
             stack.enter_context(mock.patch.object(owner, name, refusing("its constructor sets a seed of its own")))
         stack.enter_context(mock.patch.object(threading.Thread, "start", refusing("its constructor works in threads")))
