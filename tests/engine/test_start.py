@@ -204,6 +204,16 @@ class Threading(nn.Module):
             pass  # also a constructor that goes on is not believed
 
 
+class Thin(nn.Module):
+    """Made with a sparse tensor."""
+
+    chosen = torch.eye(2).to_sparse()
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.sparse.mm(self.chosen, torch.randn(2, 2)))
+
+
 class Keeping(nn.Module):
     """A tensor in an object that is no module."""
 
@@ -217,7 +227,7 @@ class Keeping(nn.Module):
 STRANGE = {
     Reading: "DataDependentOutput", Seeding: "sets a seed of its own", Generating: "a generator of its own",
     Changing: "changes, or looks into, a tensor", Elsewhere: "makes tensors on meta",
-    Threading: "works in threads", Keeping: "kept beside its modules",
+    Threading: "works in threads", Thin: "not dense", Keeping: "kept beside its modules",
 }  # fmt: skip
 
 
