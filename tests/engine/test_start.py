@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.harness import run_ranks
 from tests.small_jobs import Rows, job, start
 from tests.starting import SLACK_BYTES, bytes_of, compare, largest_weight, share_of, watched
@@ -253,6 +253,28 @@ def test_a_constructor_that_cannot_be_replayed_is_run_whole_for_a_reason():
     for found, other in run_ranks(body, 2):
         assert all(text in found[kind.__name__] for kind, text in STRANGE.items()), found
         assert "on other ranks" in other
+
+
+def test_a_model_that_loads_its_weights_itself_is_built_whole_and_has_them(tmp_path, capfd):
+    save_file({"weight": torch.full((2, 2), 3.0), "bias": torch.ones(2)}, tmp_path / "w.safetensors")
+    torch.save({"weight": torch.full((2, 2), 3.0), "bias": torch.ones(2)}, tmp_path / "w.pt")
+
+    def body(rank):
+        for read in (lambda: load_file(tmp_path / "w.safetensors"), lambda: torch.load(tmp_path / "w.pt")):
+
+            def make(read=read):
+                model = nn.Linear(2, 2)
+                model.load_state_dict(read())
+                return model
+
+            made = begin(make, lambda: torch.manual_seed(5), None)
+            assert made.whole is not None
+            made.strip()
+            made.fill(Held(), frozenset(), None, torch.device("cpu"), False)
+            assert float(made.model.weight.sum()) == 12.0
+
+    run_ranks(body, 1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_parameters_that_share_memory_without_being_one_are_refused():

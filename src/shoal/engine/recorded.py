@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import threading
 import warnings
 import weakref
@@ -345,6 +346,8 @@ def _watched(recorder: _Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
+        fakes_log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.enter_context(mock.patch.object(fakes_log, "disabled", True))  # what fails here is told by the run
         for owner, name, problem in refused:
             stack.enter_context(mock.patch.object(owner, name, refusing(getattr(owner, name), problem)))
         truncated = recorder.truncated(nn.init._no_grad_trunc_normal_)
