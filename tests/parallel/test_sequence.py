@@ -25,7 +25,11 @@ LAYOUTS = [
     (3, {"mesh": "tensor=3", "micro_batch": 8, "recompute": "selective"}),
     (4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}),
     (4, {"mesh": "shard=2,tensor=2", "micro_batch": 1, "recompute": "full"}),
-    (8, {"mesh": "pipeline=2,shard=2,tensor=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2, "recompute": "full"}),
+    pytest.param(
+        8,
+        {"mesh": "pipeline=2,shard=2,tensor=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2, "recompute": "full"},
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 
@@ -99,7 +103,9 @@ def test_a_region_gathers_once_and_scatters_once_each_way():
         model, _ = shared_out(case, 2)
         calls, real = [], {name: getattr(dist, name) for name in names}
         for name in names:
-            setattr(dist, name, lambda *args, name=name, **kw: (calls.append((name, args[0])), real[name](*args, **kw))[1])
+            setattr(
+                dist, name, lambda *args, name=name, **kw: (calls.append((name, args[0])), real[name](*args, **kw))[1]
+            )
         try:
             loss = case.loss(model(**case.inputs()))
             forward, calls[:] = calls[:], []
@@ -120,7 +126,7 @@ def test_a_region_gathers_once_and_scatters_once_each_way():
 
 @pytest.mark.parametrize("length", [7, 1])
 def test_positions_that_do_not_divide_are_exact(length):
-    """Seven positions over two ranks are four and three; a single one stays whole, as in a run's last, short samples."""
+    """Seven positions over two ranks are four and three; a single one, as of a run's short samples, stays whole."""
     case = Case(lambda: GPT(64, 32, 2, 4, 16), ids, cross_entropy)
     short = case._replace(inputs=lambda: {"ids": ids()["ids"][:, :length]})
     wanted = train(short, built(case))

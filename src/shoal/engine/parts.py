@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shoal.blueprint.agreement import differences
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.positions import Shared, shared_positions
 from shoal.blueprint.roles import roles
@@ -110,7 +111,11 @@ def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tens
             f"tensor={degree} ({reasons}); set sequence_parallel = false"
         )
     layers = shared.layers if shared else {}
-    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), _told(shared) if shared else []
+    carried = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    notes = [f"tensor roles: {difference}" for difference in differences(found, carried)]
+    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), notes + (
+        _told(shared) if shared else []
+    )
 
 
 def _told(shared: Shared) -> list[str]:

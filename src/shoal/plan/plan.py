@@ -31,7 +31,10 @@ class Plan(Settings):
         default=(), description="path of the first module of every stage but the first (empty: by balance)"
     )
     roles: dict[str, Role] = Field(default={}, description="tensor roles by name pattern, in place of the derived ones")
-    sequence_parallel: bool = Field(default=False, description="between tensor regions, each rank of the tensor axis keeps its positions of the sequences")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="between tensor regions, each rank of the tensor axis keeps its positions of the sequences",
+    )
     shard_level: Literal[1, 2, 3] = Field(
         default=3,
         description="what is sharded: 1 optimizer, 2 also gradients, 3 also weights outside of their use",
