@@ -14,9 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.blueprint.positions import shared_positions
+from shoal.blueprint.split import Split
 from shoal.core.errors import ConfigError
 from shoal.models import GPT
 from shoal.parallel.tensor.apply import Layout, apply
+from shoal.parallel.tensor.moves import Group, part_of
+from shoal.parallel.tensor.part import marked
 
 pytestmark = pytest.mark.ranks
 
@@ -161,6 +164,19 @@ def test_a_stream_that_is_read_whole_stays_whole_and_is_exact():
     assert shared.layers.keys() == {"down.1.weight"}
     assert shared.reasons["down.0.weight"] == "its output is read whole by cumsum in the model"
     hold(case, 2, sequence=True)
+
+
+def test_values_are_added_in_place_to_what_is_whole():
+    """What is whole stays so: the positions are gathered first."""
+
+    def rank(rank):
+        group, split = Group(dist.group.WORLD, 2, rank), Split(1, (5,))
+        whole = torch.arange(10.0).view(2, 5)
+        stream = torch.ones(2, 5)
+        stream += marked(part_of(whole, split, group).clone(), split, group)
+        return torch.equal(stream, whole + 1), group.gathers
+
+    assert run_ranks(rank, 2) == [(True, {"add": 1})] * 2
 
 
 def rows_job(model):
