@@ -10,6 +10,7 @@ from tests.parallel.test_meshes import alone, gpt_job, trained
 from tests.small_jobs import Rows, error, job, start
 from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
 from tests.tensor_training import Case, built, found_roles, hold, train
+from tests.zoo import cells as zoo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.ranks
 LAYOUTS = [
     (2, {"mesh": "tensor=2", "micro_batch": 2}),
     (3, {"mesh": "tensor=3", "micro_batch": 8, "recompute": "selective"}),
-    (4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}),
+    pytest.param(4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}, marks=pytest.mark.nightly),
     (4, {"mesh": "shard=2,tensor=2", "micro_batch": 1, "recompute": "full"}),
     pytest.param(
         8,
@@ -50,6 +51,23 @@ def test_a_layout_computes_what_one_process_does(folder, tmp_path, ranks, layout
         assert mine == pytest.approx(other, rel=1e-10)
     assert found[1] == pytest.approx(evaluated, rel=1e-10)
     assert error(found[2], weights) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("pipeline=2,tensor=2", "full"),
+        pytest.param("shard=2,tensor=2", "none", marks=pytest.mark.nightly),
+        pytest.param("replicate=2,tensor=2", "full", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_llama_under_hybrid_layouts(folder, tmp_path, layout, recompute):
+    """Grouped heads, norms that are products with a weight, a rotary table; whole runs with casts lifted to float64."""
+    pytest.importorskip("transformers")
+    expected = zoo.alone("llama", folder)
+    given = {"mesh": layout, "micro_batch": 2, "recompute": recompute, "sequence_parallel": True}
+    every = run_ranks(lambda rank: zoo.trained("llama", tmp_path, **given), 4, 120)
+    assert zoo.difference(every, expected) < 1e-10
 
 
 FEW = ("llama", "gpt2", "hf vit")
