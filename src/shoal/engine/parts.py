@@ -68,9 +68,6 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
             divided, notes = divide(model, blueprint, layout)
     recompute.apply(model, plan.recompute)
     sharded = shard(model, layout) if mesh.shard > 1 else None
-    if sharded is not None and plan.sequence_parallel:
-        for unit in sharded.units:
-            tensor.keep_parts(model.get_submodule(unit))
     held = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
     ]
