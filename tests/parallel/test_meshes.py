@@ -129,24 +129,30 @@ def test_a_layout_computes_what_one_process_does(folder, tmp_path, ranks, layout
     same(trained(gpt_job(), tmp_path, ranks, **layout), alone(folder))
 
 
+STAGED = (4, {"mesh": "pipeline=2,replicate=2", "micro_batch": 1})
+UNEVEN = (3, {"mesh": "tensor=3", "micro_batch": 8})  # four heads, a vocabulary of 61
+
+
 @pytest.mark.parametrize(
-    "second",
+    ("first", "second"),
     [
-        (1, {}),
-        (2, {}),
-        (2, {"mesh": "pipeline=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2}),
-        (4, {"mesh": "pipeline=4"}),
-        (2, {"mesh": "shard=2"}),
-        (4, {"mesh": "replicate=2,shard=2", "shard_level": 1}),
+        (STAGED, (1, {})),
+        (STAGED, (2, {})),
+        (STAGED, (2, {"mesh": "pipeline=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2})),
+        (STAGED, (4, {"mesh": "pipeline=4"})),
+        (STAGED, (2, {"mesh": "shard=2"})),
+        (STAGED, (4, {"mesh": "replicate=2,shard=2", "shard_level": 1})),
+        (STAGED, UNEVEN),
+        (UNEVEN, (4, {"mesh": "shard=2,tensor=2"})),
     ],
     ids=str,
 )
-def test_a_run_goes_on_under_another_layout(folder, tmp_path, second):
+def test_a_run_goes_on_under_another_layout(folder, tmp_path, first, second):
     losses, _, weights = alone(folder)
-    first = trained(gpt_job(), tmp_path, 4, steps=2, mesh="pipeline=2,replicate=2", micro_batch=1)
-    ranks, layout = second
+    (before, begun), (ranks, layout) = first, second
+    told = trained(gpt_job(), tmp_path, before, steps=2, **begun)
     found = trained(gpt_job(), tmp_path, ranks, resume=True, **layout)
-    for mine, other in zip(first[0] + found[0], losses, strict=True):
+    for mine, other in zip(told[0] + found[0], losses, strict=True):
         assert mine == pytest.approx(other, rel=1e-10)
     assert error(found[2], weights) < 1e-10
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.harness import RankFailed, run_ranks
-from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
+from tests.tensor_cases import FAMILIES, OWN, SIZES, cross_entropy, family, ids, llama
 from tests.tensor_training import Case, built, error, found_roles, full_tensor, hold, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -78,9 +78,30 @@ def test_key_value_heads_fewer_than_the_degree_are_exact(name):
     assert not gathers
 
 
-def test_heads_that_the_degree_does_not_divide_are_exact():
+@pytest.mark.parametrize(
+    ("case", "degree"),
+    [
+        (Case(lambda: GPT(61, 36, 2, 3, 16, dropout=0.1, tied=True), lambda: ids(vocabulary=61), cross_entropy), 2),
+        pytest.param(OWN["vit"], 3, marks=pytest.mark.nightly),
+        pytest.param(OWN["torch's transformer"], 3, marks=pytest.mark.nightly),
+    ],
+    ids=["three heads on two", "vit on three", "torch's transformer on three"],
+)
+def test_a_degree_that_does_not_divide_splits_whole_heads_exactly(case, degree):
     """https://github.com/pytorch/torchtitan/issues/2574"""
-    hold(Case(lambda: GPT(64, 36, 2, 3, 16), ids, cross_entropy), 2)
+    _, share, gathers = hold(case, degree)
+    assert share > 0.85
+    assert not gathers
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
+def test_key_value_heads_that_do_not_divide_are_exact(attention):
+    """Six query heads of three key heads on two ranks."""
+    pytest.importorskip("transformers")
+    sizes = SIZES | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    _, share, gathers = hold(llama(**sizes, attn_implementation=attention), 2)
+    assert share > 0.85
+    assert not gathers
 
 
 @pytest.mark.parametrize("degree", [2, 4])

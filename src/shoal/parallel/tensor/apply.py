@@ -109,6 +109,8 @@ class _Shown:
         if not self.before:
             return
         self.group.running -= 1
+        if not self.group.running:
+            self.group.entered = None  # nothing reads it again, and it may be large
         for owner, leaf, part in reversed(self.before.pop()):
             if part is None:
                 owner.__dict__.pop(leaf, None)
