@@ -20,7 +20,7 @@ from shoal.blueprint.split import Refusal, Seen, Split, local_shape
 class Move(NamedTuple):
     """A collective of the tensor group. ``bytes``: of the whole buffer; ``of_input``: they grow with the samples."""
 
-    collective: Literal["all_reduce", "all_gather"]
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter"]
     phase: Literal["forward", "backward"]
     bytes: int
     of_input: bool
@@ -38,15 +38,18 @@ class Local(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """A rank's share of a blueprint: operations and then those of the loss; ``splits``: of values."""
+    """A rank's share of a blueprint: operations and then those of the loss; ``splits``: of values. ``entered``: whole
+    values that every rank uses differently. ``positions``: values of which each rank has its share of the positions."""
 
     operations: tuple[Local, ...]
     splits: dict[int, Split]
     degree: int
+    entered: frozenset[int] = frozenset()
+    positions: frozenset[int] = frozenset()
 
     def share(self, value: int) -> float:
         """Which part of a value this rank holds."""
-        return 1 / self.degree if value in self.splits else 1.0
+        return 1 / self.degree if value in self.splits or value in self.positions else 1.0
 
 
 def divided(blueprint: Blueprint, roles: Roles | None) -> Divided:
@@ -55,6 +58,29 @@ def divided(blueprint: Blueprint, roles: Roles | None) -> Divided:
         every = [*blueprint.operations, *blueprint.loss]
         return Divided(tuple(_whole(blueprint, operation) for operation in every), {}, 1)
     return _Replay(blueprint, roles).run()
+
+
+def shared_out(blueprint: Blueprint, found: Divided) -> Divided:
+    """The same with sequence parallelism (Korthikanti et al., https://arxiv.org/abs/2205.05198): between regions the
+    positions are shared out; what enters a region is gathered, once, and what leaves it is reduced and scattered."""
+    of_input = input_values(blueprint)
+    inner = {value for op in blueprint.operations for value in op.gives} & of_input
+    whole = inner - found.splits.keys() - found.entered - set(blueprint.outputs)
+    positions = frozenset(v for v in whole if blueprint.values[v].of_model and len(blueprint.values[v].shape) > 2)
+    return found._replace(
+        positions=positions,
+        operations=tuple(
+            op._replace(moves=tuple(m for move in op.moves for m in _halves(move))) for op in found.operations
+        ),
+    )
+
+
+def _halves(move: Move) -> tuple[Move, ...]:
+    """An all-reduce as a gather in one pass and a reduction in the other."""
+    if move.collective != "all_reduce" or not move.of_input:
+        return (move,)
+    other: Literal["forward", "backward"] = "forward" if move.phase == "backward" else "backward"
+    return (move._replace(collective="reduce_scatter"), move._replace(collective="all_gather", phase=other))
 
 
 def input_values(blueprint: Blueprint) -> frozenset[int]:
@@ -91,6 +117,7 @@ class _Replay:
         }
         self.splits: dict[int, Split] = {}
         self.entered: int | None = None
+        self.every_entered: set[int] = set()
         self.moves: list[Move] = []
         self.gathered: set[int] = set()
 
@@ -107,7 +134,7 @@ class _Replay:
         for value in left:
             del self.splits[value]
         found += [self.operation(operation) for operation in self.blueprint.loss]
-        return Divided(tuple(found), kept, self.degree)
+        return Divided(tuple(found), kept, self.degree, frozenset(self.every_entered))
 
     def operation(self, operation: Operation) -> Local:
         self.moves, self.gathered = [], set()
@@ -180,6 +207,7 @@ class _Replay:
                 self.moves.append(Move("all_reduce", "backward", parameter.bytes, False))
         elif self.blueprint.values[ref.of].of_model and self.entered != ref.of:
             self.entered = ref.of
+            self.every_entered.add(ref.of)
             self.move("all_reduce", "backward", [ref.of])
 
     def gather(self, value: int | str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.blueprint.cut import carried_bytes, places
-from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
+from shoal.blueprint.divided import Divided, Local, divided, input_values, shared_out, tensors_of
 from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
 from shoal.blueprint.kernels import on
 from shoal.blueprint.roles import Roles, roles
@@ -43,7 +43,7 @@ def profile(
         reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
     blueprint = on(kernels, blueprint)
-    made = _Maker(blueprint, units, found)
+    made = _Maker(blueprint, units, found, sequence_parallel)
     blocks = made.blocks()
     flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
     return Profile(
@@ -84,10 +84,14 @@ class _Span(NamedTuple):
 class _Maker:
     """What is known while a profile is made."""
 
-    def __init__(self, blueprint: Blueprint, units: Sequence[str], found: Roles | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
+    ) -> None:
         self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.local: Divided = divided(blueprint, found)
+        if found is not None and sequence_parallel:
+            self.local = shared_out(blueprint, self.local)
         self.of_input = input_values(blueprint)
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -122,6 +126,8 @@ class _Maker:
         """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
         numbers, in backward also of its weights; else as all of them."""
         op, local = self.operations[operation], self.local.operations[operation]
+        if op.gives and self.local.positions.issuperset(op.gives):
+            return 1 / self.local.degree, True
         for value, shape in zip(op.gives, local.given, strict=True):
             if math.prod(self.blueprint.values[value].shape) == numel:
                 return math.prod(shape) / max(numel, 1), value in self.of_input
@@ -229,9 +235,10 @@ class _Maker:
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))
         moved = max(0.0, of.moved_bytes - sum(self.blueprint.parameter[name].bytes for name in of.parameters))
-        ratio = part / whole if whole and local.divided else 1.0
+        apart = local.divided or self.local.positions.issuperset(of.gives or (-1,))
+        ratio = part / whole if whole and apart else 1.0
         m, k, n = self.shape(of, local)
-        share = 1 / self.local.degree if local.divided else 1.0
+        share = 1 / self.local.degree if apart else 1.0
         kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
         return Op(
             of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,
