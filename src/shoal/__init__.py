@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.engine.weights import load_weights as load_weights
     from shoal.job import Job as Job
     from shoal.job import Loss as Loss
+    from shoal.launch.measure import measure as measure
     from shoal.launch.prepare import prepare as prepare
     from shoal.launch.train import train as train
     from shoal.verify import verify as verify
@@ -24,18 +25,22 @@ _HOME = {
     "Loss": "shoal.job",
     "Run": "shoal.engine.run",
     "load_weights": "shoal.engine.weights",
+    "measure": "shoal.launch.measure",
     "prepare": "shoal.launch.prepare",
     "train": "shoal.launch.train",
     "warmup_constant": "shoal.engine.lr_schedule",
     "warmup_cosine": "shoal.engine.lr_schedule",
     "warmup_linear": "shoal.engine.lr_schedule",
 }
-_MODULES = {"checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
+_MODULES = {"plan": "shoal.plan", "plan": "shoal.plan", "checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
 __all__ = [
     "Job",
     "Loss",
     "Run",
     "load_weights",
+    "measure",
+    "plan",
+    "plan",
     "prepare",
     "train",
     "verify",

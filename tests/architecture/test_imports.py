@@ -21,6 +21,7 @@ LIMITS = {"engine/step.py": 150}
         "shoal",
         "shoal.core.settings, shoal.core.errors",
         "shoal.job",
+        "shoal.cluster",
         "shoal.plan.batch, shoal.plan.plan, shoal.plan.ranks, shoal.plan.schedule",
         "shoal.monitor, shoal.monitor.events, shoal.monitor.console",
         "shoal.cli",

@@ -44,6 +44,19 @@ def test_values_of_a_table_stay_in_it_and_none_is_left_out():
     assert to_toml({"t": {"x": 1}, "none": None, "after": 2}) == "after = 2\n\n[t]\nx = 1\n"
 
 
+def test_tables_lists_of_tables_and_lists_of_lists_stand_in_each_other():
+    values = {
+        "a": {"b": {"c": 1, "d e": {"f": [1.5]}}, "empty": {}, "g": 2},
+        "rows": [{"x": 1, "points": [[1.0, 2], [3, 4.5]], "sub": {"y": "z,}"}}, {}],
+    }
+    assert from_toml(to_toml(values), "here") == values
+
+
+def test_rows_of_a_list_are_a_line_each_and_tables_have_headers():
+    text = to_toml({"t": {"u": {"x": 1}, "rows": [{"a": 1, "none": None}, {"a": 2}]}})
+    assert text == "\n[t]\nrows = [\n    { a = 1 },\n    { a = 2 },\n]\n\n[t.u]\nx = 1\n"
+
+
 def test_text_that_is_not_toml_is_refused_with_its_place():
     with pytest.raises(ConfigError, match=r"plan.toml is not TOML: .*line 2.*write name = value lines"):
         from_toml("a = 1\nb: 2\n", "plan.toml")

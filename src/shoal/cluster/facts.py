@@ -8,12 +8,35 @@ from typing import Literal, Self
 from pydantic import Field
 
 from shoal.core import toml
+from shoal.core.errors import ConfigError
 from shoal.core.settings import Settings
 
 #: What a collective does with a buffer; ``p2p``: one rank sends to one other.
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 #: Whose kernels run: they decide what autograd keeps for backward.
 Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
+
+
+class Product(Settings):
+    """A measured matrix product (m, k) x (k, n), with every worker of the machine at it."""
+
+    precision: str = Field(description="fp64, fp32, bf16, fp16")
+    m: int = Field(ge=1, description="rows of the left matrix: positions")
+    k: int = Field(ge=1, description="what is summed over")
+    n: int = Field(ge=1, description="columns of the right matrix")
+    seconds: float = Field(gt=0, description="of one product")
+
+    @property
+    def flops_per_s(self) -> float:
+        """2 m k n over its time."""
+        return 2 * self.m * self.k * self.n / self.seconds
+
+
+class Stream(Settings):
+    """A measured element-wise operation that reads and writes ``bytes``, with every worker of the machine at it."""
+
+    bytes: float = Field(gt=0, description="read and written")
+    seconds: float = Field(gt=0, description="of one operation")
 
 
 class Device(Settings):
@@ -34,6 +57,11 @@ class Device(Settings):
     overlap_slowdown: float = Field(
         default=1.0, ge=1, description="factor on compute while a collective runs beside it"
     )
+    optimizer_bytes_per_s: float | None = Field(
+        default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
+    )
+    products: tuple[Product, ...] = Field(default=(), description="measured matrix products, by shape and precision")
+    streams: tuple[Stream, ...] = Field(default=(), description="measured element-wise operations, by size")
 
 
 class Fit(Settings):
@@ -43,6 +71,11 @@ class Fit(Settings):
     ranks: int = Field(ge=2, description="group size")
     latency_s: float = Field(ge=0, description="at no bytes")
     bytes_per_s: float = Field(gt=0, description="buffer bytes per second at large sizes")
+    points: tuple[tuple[float, float], ...] = Field(default=(), description="bytes and seconds that it was fitted to")
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a buffer of ``nbytes``."""
+        return self.latency_s + nbytes / self.bytes_per_s
 
 
 class Link(Settings):
@@ -73,9 +106,55 @@ class Cluster(Settings):
         """All devices."""
         return self.nodes * self.devices_per_node
 
+    def resized(self, world: int) -> Self:
+        """This cluster with ``world`` devices: part of a node, or whole nodes. Raises ConfigError."""
+        if world < 1:
+            raise ConfigError(f"{self.name}: asked for {world} devices; 1 or more")
+        inside = min(world, self.devices_per_node)
+        if world % inside:
+            below = world // inside * inside
+            raise ConfigError(
+                f"{self.name}: asked for {world} devices, and a node has {inside}; ask for whole nodes: {below} or "
+                f"{below + inside}"
+            )
+        made = self.model_copy(update={"devices_per_node": inside, "nodes": world // inside})
+        made.check(f"{self.name} with {world} devices")
+        return made
+
+    def contradictions(self) -> list[str]:
+        """A link that is needed and not there; a device that is full before the first tensor."""
+        found = []
+        for name, count, needed in (
+            ("inside", self.devices_per_node, self.devices_per_node > 1),
+            ("between", self.nodes, self.nodes > 1),
+        ):
+            if needed and getattr(self, name) is None:
+                what = "devices in a node" if name == "inside" else "nodes"
+                found.append(
+                    f"{count} {what} and no link between them; add a table [{name}] with bytes_per_s, one direction, "
+                    f"per device"
+                )
+        if self.device.reserved_bytes >= self.device.memory_bytes:
+            found.append(
+                f"device.reserved_bytes = {self.device.reserved_bytes} leaves nothing of device.memory_bytes = "
+                f"{self.device.memory_bytes}; give a smaller one"
+            )
+        if not self.device.flops_per_s:
+            found.append("device.flops_per_s is empty; give the matrix peak of a precision, for example fp32 = 1e12")
+        return found
+
     def to_toml(self) -> str:
         """The whole record as TOML."""
         return toml.to_toml(self.model_dump())
+
+    def write(self, path: str | Path) -> None:
+        """Save it as TOML. Raises ConfigError."""
+        try:
+            Path(path).write_bytes(self.to_toml().encode())
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
+            ) from None
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

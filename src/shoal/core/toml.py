@@ -1,4 +1,4 @@
-"""Plain values to TOML and back: scalars, lists of scalars, and tables one level deep."""
+"""Plain values to TOML and back: scalars, lists and tables, each within the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from shoal.core.errors import ConfigError
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """TOML text that reads back as ``values``; names whose value is None are left out. Raises ConfigError."""
-    given = {name: value for name, value in values.items() if value is not None}
-    lines = [f"{_key(name)} = {_value(value)}" for name, value in given.items() if not isinstance(value, Mapping)]
-    for name, table in given.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_table((), values)) + "\n"
 
 
 def from_toml(text: str, where: str) -> dict[str, Any]:
@@ -41,6 +36,17 @@ def read_text(path: str | Path, what: str) -> str:
         ) from None
 
 
+def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
+    """The lines of a table: its own values, then the tables in it under their headers."""
+    given = {name: value for name, value in values.items() if value is not None}
+    lines = [f"{_key(name)} = {_value(value)}" for name, value in given.items() if not isinstance(value, Mapping)]
+    for name, table in given.items():
+        if isinstance(table, Mapping):
+            inner = (*path, name)
+            lines += ["", f"[{'.'.join(map(_key, inner))}]", *_table(inner, table)]
+    return lines
+
+
 def _key(name: str) -> str:
     return name if name.isascii() and name.replace("-", "_").isidentifier() else _quoted(name)
 
@@ -57,6 +63,11 @@ def _value(value: Any) -> str:
         return _quoted(value)
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items() if item is not None)
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, Sequence) and any(isinstance(item, Mapping) for item in value):
+        return "".join(["[\n", *(f"    {_value(item)},\n" for item in value), "]"])  # a table a line
     if isinstance(value, Sequence):
         return f"[{', '.join(_value(item) for item in value)}]"
     raise ConfigError(f"a {type(value).__name__} cannot be written as TOML: {value!r}; use text, numbers or lists")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,23 @@ class World:
     size: int
     restart: int
     launched: bool
+
+
+def device_kind() -> Literal["cpu", "cuda"]:
+    """``cuda`` where there is a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def worker_count(asked: int | None, device: str) -> int:
+    """How many workers to start here: what was asked, or every GPU, or two cores. Raises ConfigError."""
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        if asked is not None and asked > gpus:
+            raise ConfigError(f"--workers {asked}, but this machine has {gpus} GPUs; ask for {gpus} or fewer")
+        return asked or gpus
+    if asked is not None and asked < 1:
+        raise ConfigError(f"--workers {asked}; at least 1")
+    return asked or min(2, len(os.sched_getaffinity(0)))
 
 
 def find_world(environment: Mapping[str, str] | None = None) -> World | None:

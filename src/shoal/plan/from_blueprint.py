@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.blueprint.cut import carried_bytes, places
-from shoal.blueprint.divided import Divided, Local, divided, input_values, shared_out, tensors_of
+from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
 from shoal.blueprint.kernels import on
 from shoal.blueprint.roles import Roles, roles
@@ -89,9 +89,7 @@ class _Maker:
     ) -> None:
         self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
-        self.local: Divided = divided(blueprint, found)
-        if found is not None and sequence_parallel:
-            self.local = shared_out(blueprint, self.local)
+        self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.of_input = input_values(blueprint)
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -111,8 +109,10 @@ class _Maker:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
             return self.local.share(of)
-        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of is not None else None
-        return 1 / self.local.degree if role and role.split else 1.0
+        if isinstance(of, str):
+            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
+            return 1 / self.local.degree if role and role.split else 1.0
+        return 1.0
 
     def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
@@ -126,8 +126,6 @@ class _Maker:
         """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
         numbers, in backward also of its weights; else as all of them."""
         op, local = self.operations[operation], self.local.operations[operation]
-        if op.gives and self.local.positions.issuperset(op.gives):
-            return 1 / self.local.degree, True
         for value, shape in zip(op.gives, local.given, strict=True):
             if math.prod(self.blueprint.values[value].shape) == numel:
                 return math.prod(shape) / max(numel, 1), value in self.of_input
@@ -235,10 +233,9 @@ class _Maker:
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))
         moved = max(0.0, of.moved_bytes - sum(self.blueprint.parameter[name].bytes for name in of.parameters))
-        apart = local.divided or self.local.positions.issuperset(of.gives or (-1,))
-        ratio = part / whole if whole and apart else 1.0
+        ratio = part / whole if whole and local.divided else 1.0
         m, k, n = self.shape(of, local)
-        share = 1 / self.local.degree if apart else 1.0
+        share = 1 / self.local.degree if local.divided else 1.0
         kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
         return Op(
             of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,

@@ -1,0 +1,394 @@
+"""Measures the machines of the process group that is there: the only module of ``cluster`` that imports torch.
+
+Compute and memory are measured with every rank busy, since ranks of one machine share its memory, caches and power.
+A collective is measured in all groups of its size at once, as a training step runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shoal.cluster import machine
+from shoal.cluster.facts import Cluster, Collective, Device, Fit, Link, Product, Stream
+from shoal.cluster.fit import half_and_rates, line
+from shoal.cluster.grid import Grid
+from shoal.core.errors import ConfigError
+
+#: All of them; point-to-point, the last, is for two.
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
+ADAMW_BYTES = 28
+#: Parts of the budget: products, element-wise operations by size, each of seven small ones, all links.
+PRODUCTS, STREAMS, SMALL, LINKS = 0.25, 0.05, 0.03, 0.49
+_CHAIN = 64
+_SAMPLES = 5
+_LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
+
+# The names since torch 2.13 and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Tell = Callable[[float, str], None]
+
+
+def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path, tell: Tell) -> Cluster:
+    """The cluster of the world's machines; the same value on every rank. Collective.
+
+    ``local_rank``: this rank's number on its machine. ``folder``: on the disk that checkpoints go to. ``tell`` gets the
+    part done, 0 to 1, and what is next, on every rank. Raises ConfigError: uneven machines, a folder that takes no
+    file.
+    """
+    bench = Bench(place, grid, tell)
+    per_node, nodes = _machines(local_rank)
+    reserved = machine.resident_bytes()
+    device = _device(bench)
+    part = LINKS / max(1, (per_node > 1) + (nodes > 1))
+    inside = bench.link("inside", range(2, per_node + 1), 1, part) if per_node > 1 else None
+    between = bench.link("between", range(2, nodes + 1), per_node, part) if nodes > 1 else None
+    widest = between or inside
+    if widest is not None:
+        device["overlap_slowdown"] = bench.overlap(widest)
+    memory = machine.memory_bytes() // per_node
+    if place.type == "cuda":
+        memory, reserved = _gpu_memory(place)
+    disk = bench.disk(Path(folder), per_node)
+    how = _how(place, per_node, nodes)
+    device |= {"memory_bytes": int(bench.smallest(memory)), "reserved_bytes": int(bench.largest(reserved))}
+    values: dict[str, Any] = {
+        "name": f"measured: {nodes} x {per_node} {device['name']}",
+        "device": Device(**device),
+        "devices_per_node": per_node,
+        "nodes": nodes,
+        "inside": inside,
+        "between": between,
+        "disk_bytes_per_s": disk,
+        "sources": dict.fromkeys(("device", "inside", "between", "disk_bytes_per_s"), how),
+    }
+    values["sources"] = {part: how for part in ("device", "inside", "between", "disk_bytes_per_s") if values[part]}
+    tell(1.0, "done")
+    made = Cluster(**values)
+    made.check("measured")
+    return made
+
+
+class Bench:
+    """Times calls on this rank's device while the other ranks do the same. Every method is collective."""
+
+    def __init__(self, place: torch.device, grid: Grid, tell: Tell) -> None:
+        self.place, self.grid, self._tell = place, grid, tell
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self._done = 0.0
+
+    # -- time
+
+    def seconds(self, call: Callable[[], object] | None, budget_s: float) -> float:
+        """Of one call, on this rank: laps' lower quartile, since whoever else uses the machine only adds time.
+
+        A rank without a call takes part and gets 0.
+        """
+        act = call or _nothing
+        act()
+        once = self.largest(self._lap(act, 1))
+        count = max(1, min(int(_LAP_S / once), int(budget_s / (_SAMPLES + 1) / once)))
+        once = self.largest(self._lap(act, count))
+        samples = max(1, min(4 * _SAMPLES, int(budget_s / (once * count))))
+        return _quartile([self._lap(act, count) for _ in range(samples)]) if call else 0.0
+
+    def _lap(self, call: Callable[[], object], count: int) -> float:
+        if self.place.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(count):
+                call()
+            end.record()
+            end.synchronize()
+            return max(start.elapsed_time(end) / 1e3 / count, 1e-9)
+        start_s = time.perf_counter()
+        for _ in range(count):
+            call()
+        return max((time.perf_counter() - start_s) / count, 1e-9)
+
+    def mean(self, value: float) -> float:
+        """Over all ranks."""
+        return self._reduced(value, dist.ReduceOp.SUM) / self.world
+
+    def largest(self, value: float) -> float:
+        """Over all ranks."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def smallest(self, value: float) -> float:
+        """Over all ranks."""
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def _reduced(self, value: float, how: Any) -> float:
+        if self.world == 1:
+            return value
+        number = torch.tensor(value, dtype=torch.float64)  # on the CPU: the world's gloo half
+        dist.all_reduce(number, how)
+        return float(number)
+
+    def next(self, part: float, text: str) -> float:
+        """Say what begins and count it as done afterwards; returns its seconds."""
+        self._tell(self._done, text)
+        self._done += part
+        return part * self.grid.budget_s
+
+    # -- one device
+
+    def product(self, precision: str, shape: tuple[int, int, int], budget_s: float) -> Product:
+        """A linear layer's forward, as torch calls it: x (m, k), w (n, k)."""
+        m, k, n = shape
+        x = torch.randn(m, k, device=self.place).to(DTYPES[precision])
+        w = torch.randn(n, k, device=self.place).to(DTYPES[precision])
+        seconds = self.mean(self.seconds(lambda: F.linear(x, w), budget_s))
+        return Product(precision=precision, m=m, k=k, n=n, seconds=seconds)
+
+    def products(self) -> tuple[Product, ...]:
+        """Every shape in the main precision, and the corners in the others."""
+        main = self.grid.main_precision
+        cells = [(main, shape) for shape in self.grid.products]
+        cells += [(precision, shape) for precision in self.grid.precisions for shape in self.grid.corners]
+        found = []
+        for precision, (m, k, n) in cells:
+            budget_s = self.next(PRODUCTS / len(cells), f"products, {precision}: {m} x {k} x {n}")
+            found.append(self.product(precision, (m, k, n), budget_s))
+        return tuple(found)
+
+    def stream(self, nbytes: int, budget_s: float, fresh: bool) -> float:
+        """Seconds of z = x * y in float32, which moves ``nbytes``; ``fresh``: z is allocated, as in training."""
+        x = torch.rand(nbytes // 12, device=self.place)
+        y, z = torch.rand_like(x), torch.rand_like(x)
+        return self.mean(self.seconds((lambda: x * y) if fresh else (lambda: torch.mul(x, y, out=z)), budget_s))
+
+    def launch(self, budget_s: float) -> float:
+        """Seconds per operation of a chain of modules on a few numbers, forward and backward."""
+        chain = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(_CHAIN))).to(self.place)
+        x = torch.rand(4, device=self.place, requires_grad=True)
+        return self.mean(self.seconds(lambda: chain(x).sum().backward(), budget_s)) / (2 * _CHAIN)
+
+    def attention(self, precision: str, budget_s: float) -> float:
+        """FLOP/s of causal attention forward and backward, counted in full: 4 B H T T D forward, twice that back."""
+        b, h, t, d = self.grid.attention
+        q, k, v = (torch.randn(b, h, t, d, device=self.place).to(DTYPES[precision]).requires_grad_() for _ in range(3))
+        back = torch.ones_like(q)
+        call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(back)  # noqa: E731
+        return 12.0 * b * h * t * t * d / self.mean(self.seconds(call, budget_s))
+
+    def optimizer(self, budget_s: float) -> float:
+        """Bytes per second of a fused AdamW step on 16 tensors."""
+        numel = self.grid.optimizer_numel // 16
+        weights = [torch.nn.Parameter(torch.rand(numel, device=self.place)) for _ in range(16)]
+        for weight in weights:
+            weight.grad = torch.rand_like(weight)
+        step = torch.optim.AdamW(weights, lr=1e-6, fused=True).step
+        return 16 * numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
+
+    def host(self, nbytes: int, budget_s: float) -> float:
+        """Bytes per second from the device to the host's memory."""
+        source = torch.rand(nbytes // 4, device=self.place)
+        target = torch.empty(nbytes // 4, pin_memory=self.place.type == "cuda")
+        return nbytes / self.mean(self.seconds(lambda: target.copy_(source, non_blocking=True), budget_s))
+
+    # -- links
+
+    def link(self, where: str, sizes: range, stride: int, part: float) -> Link:
+        """Every collective in groups of 2, 4, 8... and all of ``sizes``, ``stride`` ranks apart.
+
+        Where groups between machines have one rank of several in each, the whole world is measured as one group too.
+        """
+        counts = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+        plans = [(count, machine.groups(self.world, count, stride, sizes[-1])) for count in counts]
+        if stride > 1:
+            plans.append((self.world, [list(range(self.world))]))
+        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans)
+        fits = []
+        for count, ranks in plans:
+            group, mine = _joined(ranks, self.rank)
+            for kind in COLLECTIVES if count == 2 else COLLECTIVES[:-1]:
+                budget_s = self.next(part / cells, f"{kind} among {count}")
+                fits.append(self.collective(kind, count, group, mine, budget_s))
+        pair = next(fit for fit in fits if fit.collective == "p2p")
+        return Link(
+            name=f"{dist.get_backend()} {where} machines",
+            bytes_per_s=pair.bytes_per_s,
+            latency_s=pair.latency_s,
+            fits=tuple(fits),
+        )
+
+    def collective(self, kind: Collective, count: int, group: Any, mine: list[int], budget_s: float) -> Fit:
+        """One collective over the sizes that the budget allows, fitted."""
+        grid = self.grid
+
+        def timed(nbytes: int, budget_s: float) -> float:
+            ways = 2 if kind == "p2p" else 1
+            return self.largest(self.seconds(self._call(kind, group, mine, nbytes), budget_s)) / ways
+
+        probe = min(256 * 2**10, grid.largest_bytes)
+        rate = probe / timed(probe, 0.02 * budget_s)
+        # Sizes a factor of 4 apart cost 4/3 of the largest; each is run thrice to warm up and pace, thrice to measure.
+        last = min(grid.largest_bytes, max(probe, int(rate * budget_s / 8)))
+        points = []
+        for step in range(grid.sizes):
+            nbytes = round(grid.smallest_bytes * (last / grid.smallest_bytes) ** (step / (grid.sizes - 1)))
+            nbytes = max(nbytes // (4 * count), 1) * 4 * count
+            points.append((float(nbytes), timed(nbytes, max(3 * nbytes / rate, 0.03 * budget_s))))
+        latency, rate = line(points)
+        return Fit(collective=kind, ranks=count, latency_s=latency, bytes_per_s=rate, points=tuple(points))
+
+    def _call(self, kind: str, group: Any, mine: list[int], nbytes: int) -> Callable[[], object] | None:
+        """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None outside of any group."""
+        if not mine:
+            return None
+        whole = torch.zeros(nbytes // 4, device=self.place)
+        part = torch.zeros(nbytes // 4 // len(mine), device=self.place)
+        if kind == "all_reduce":
+            return lambda: dist.all_reduce(whole, group=group)
+        if kind == "all_gather":
+            return lambda: _all_gather(whole, part, group=group)
+        if kind == "reduce_scatter":
+            return lambda: _reduce_scatter(part, whole, group=group)
+        if kind == "all_to_all":
+            other = torch.zeros_like(whole)
+            return lambda: dist.all_to_all_single(other, whole, group=group)
+        if kind == "broadcast":
+            return lambda: dist.broadcast(whole, mine[0], group=group)
+        return lambda: self._there_and_back(whole, group, mine)
+
+    def _there_and_back(self, whole: torch.Tensor, group: Any, mine: list[int]) -> None:
+        """To the other rank and back again: one way would end for the sender before it has arrived."""
+        first, second = mine
+        if self.rank == first:
+            dist.send(whole, second, group=group)
+            dist.recv(whole, second, group=group)
+        else:
+            dist.recv(whole, first, group=group)
+            dist.send(whole, first, group=group)
+
+    def overlap(self, link: Link) -> float:
+        """The factor by which products are slower while an all-reduce of the whole world runs, at least 1.
+
+        ``link``: the widest, whose rate says how large a buffer keeps it busy for long enough.
+        """
+        budget_s = self.next(SMALL, "products beside a collective")
+        rate = next(fit.bytes_per_s for fit in reversed(link.fits) if fit.collective == "all_reduce")
+        nbytes = min(self.grid.largest_bytes, int(rate * budget_s / 16))
+        whole = torch.zeros(max(nbytes // 4, 1), device=self.place)
+        moving = self.largest(self.seconds(lambda: dist.all_reduce(whole), budget_s / 4))
+        size = 4096 if self.place.type == "cuda" else 256
+        x = torch.randn(size, size, device=self.place).to(DTYPES[self.grid.main_precision])
+        alone = self.largest(self.seconds(lambda: x @ x, budget_s / 4))
+        count = max(1, int(0.6 * moving / alone))
+
+        def beside() -> float:
+            work = dist.all_reduce(whole, async_op=True)
+            seconds = self._lap(lambda: x @ x, count)
+            if work is not None:
+                work.wait()
+            return seconds
+
+        return max(1.0, self.mean(_quartile([beside() for _ in range(_SAMPLES)])) / alone)
+
+    def disk(self, folder: Path, per_node: int) -> float:
+        """Bytes per second that a machine writes and syncs, all its ranks together; the slowest machine's."""
+        self.next(SMALL, f"writing to {folder}")
+        mine = self.grid.disk_bytes // per_node
+        data = os.urandom(mine)
+        self.largest(0.0)  # all begin together
+        start_s = time.perf_counter()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            fault = ""
+        except OSError as error:
+            fault = f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder"
+        seconds = self.largest(time.perf_counter() - start_s)
+        if self.largest(float(bool(fault))):
+            raise ConfigError(fault or f"{folder} takes no file on another machine; name another folder")
+        return mine * per_node / seconds
+
+
+def _device(bench: Bench) -> dict[str, Any]:
+    """All of a device but its memory and what a collective beside it costs."""
+    grid, place = bench.grid, bench.place
+    launch = bench.launch(bench.next(SMALL, "launches"))
+    streams = []
+    for nbytes in grid.stream_bytes:
+        budget_s = bench.next(STREAMS / len(grid.stream_bytes), f"memory, {nbytes / 2**20:.2g} MiB")
+        streams.append(Stream(bytes=nbytes, seconds=bench.stream(nbytes, budget_s, fresh=True)))
+    whole = grid.stream_bytes[-1]
+    bandwidth = whole / bench.stream(whole, bench.next(SMALL, "memory, in place"), fresh=False)
+    products = bench.products()
+    half, rates, _ = half_and_rates(products, 5 * launch)
+    peaks = {
+        name: max(rate, max(p.flops_per_s for p in products if p.precision == name)) for name, rate in rates.items()
+    }
+    main = grid.main_precision
+    attention = bench.attention(main, bench.next(SMALL, "attention"))
+    optimizer = bench.optimizer(bench.next(SMALL, "optimizer"))
+    return {
+        "name": torch.cuda.get_device_name(place) if place.type == "cuda" else machine.processor(),
+        "kernels": "cuda-flash" if place.type == "cuda" else "cpu",
+        "flops_per_s": peaks,
+        "matmul_share": min(1.0, rates[main] / peaks[main]),
+        "matmul_half": half,
+        "attention_share": min(1.0, attention / peaks[main]),
+        "memory_bytes_per_s": bandwidth,
+        "memory_share": min(1.0, whole / streams[-1].seconds / bandwidth),
+        "launch_s": launch,
+        "host_bytes_per_s": bench.host(whole, bench.next(SMALL, "copies to the host")),
+        "optimizer_bytes_per_s": optimizer,
+        "products": products,
+        "streams": tuple(streams),
+    }
+
+
+def _machines(local_rank: int) -> tuple[int, int]:
+    """Ranks on each machine, and machines. Collective. Raises ConfigError where machines differ."""
+    world = dist.get_world_size()
+    found = torch.zeros(world, dtype=torch.int64)
+    found[dist.get_rank()] = local_rank
+    dist.all_reduce(found)
+    counts = machine.counts(found.tolist())
+    if len(set(counts)) != 1:
+        raise ConfigError(f"the machines have {', '.join(map(str, counts))} ranks; start equally many on each")
+    return counts[0], len(counts)
+
+
+def _joined(ranks: Sequence[list[int]], rank: int) -> tuple[Any, list[int]]:
+    """Make all groups; this rank's, and its ranks, or nothing."""
+    made = [(dist.new_group(one), one) for one in ranks]
+    return next(((group, one) for group, one in made if rank in one), (None, []))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _quartile(laps: list[float]) -> float:
+    return sorted(laps)[len(laps) // 4]
+
+
+def _gpu_memory(place: torch.device) -> tuple[int, int]:
+    """A GPU's bytes, and what context and communicators hold of them."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(place)
+    return total, max(0, total - free - torch.cuda.memory_reserved(place))
+
+
+def _how(place: torch.device, per_node: int, nodes: int) -> str:
+    threads = "" if place.type == "cuda" else f" of {torch.get_num_threads()} thread(s)"
+    world = f"{nodes} x {per_node} workers{threads}"
+    return f"shoal measure, {date.today()}: {world}, {dist.get_backend()}, torch {torch.__version__}"

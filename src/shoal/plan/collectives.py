@@ -1,0 +1,118 @@
+"""Seconds of a collective from latency and bandwidth, and which links an axis of the mesh spans.
+
+Ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md (S bytes, n ranks: all-gather and
+reduce-scatter (n-1)/n S, all-reduce twice that); double binary tree: log2(n) hops each way,
+https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shoal.cluster.facts import Cluster, Fit, Link
+from shoal.core.errors import ConfigError
+from shoal.plan.mesh import AXES, Mesh
+
+#: Times (n-1)/n of the buffer that a ring sends.
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+
+def seconds(collective: str, ranks: int, nbytes: float, link: Link) -> float:
+    """Seconds of one collective on a buffer of ``nbytes`` (whole, as every rank sees it) among ``ranks``."""
+    if ranks <= 1:
+        return 0.0
+    fitted = _fitted(collective, ranks, link)
+    if fitted is not None:
+        return fitted.latency_s + nbytes / fitted.bytes_per_s
+    rate = link.bytes_per_s * link.share
+    if collective in ("p2p", "broadcast"):
+        hops = 1 if collective == "p2p" else math.ceil(math.log2(ranks))
+        return link.base_s + hops * link.latency_s + nbytes / rate
+    rounds = _ROUNDS[collective]
+    ring = link.base_s + rounds * (ranks - 1) * (link.latency_s + nbytes / ranks / rate)
+    if collective != "all_reduce":
+        return ring
+    tree = link.base_s + 2 * math.ceil(math.log2(ranks)) * link.latency_s + 2 * nbytes / rate
+    return min(ring, tree)
+
+
+def _fitted(collective: str, ranks: int, link: Link) -> Fit | None:
+    """The measured line of the nearest group size, carried over to this one by the ring's steps and volume."""
+    known = [fit for fit in link.fits if fit.collective == collective]
+    if not known:
+        return None
+    near = min(known, key=lambda fit: (abs(math.log(fit.ranks / ranks)), fit.ranks))
+    if near.ranks == ranks or collective in ("p2p", "broadcast"):
+        return near
+    volume = (ranks - 1) / ranks * near.ranks / (near.ranks - 1)
+    return Fit(
+        collective=near.collective,
+        ranks=ranks,
+        latency_s=near.latency_s * (ranks - 1) / (near.ranks - 1),
+        bytes_per_s=near.bytes_per_s / volume,
+    )
+
+
+class Span(NamedTuple):
+    """A group's place: ``inside`` ranks in each of ``across`` nodes."""
+
+    inside: int
+    across: int
+    near: Link | None
+    far: Link | None
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole group."""
+        return self.inside * self.across
+
+    def seconds(self, collective: str, nbytes: float) -> float:
+        """Seconds of one collective in the group.
+
+        Where it spans both levels, one ring or tree goes through all ranks: every step of a ring waits for its slowest
+        hop, which is between nodes, and the slower of a device's own link and its node's cards (one part of them for
+        each device) sets the rate.
+        """
+        if self.ranks == 1:
+            return 0.0
+        if self.across == 1:
+            return seconds(collective, self.inside, nbytes, _needed(self.near, "inside"))
+        far = _needed(self.far, "between")
+        if self.inside == 1 or collective == "p2p":
+            return seconds(collective, self.ranks, nbytes, far)
+        near, wide = _needed(self.near, "inside"), far.bytes_per_s * far.share
+        if collective == "all_to_all":
+            away = nbytes * (self.ranks - self.inside) / self.ranks
+            inside = seconds(collective, self.inside, nbytes * self.inside / self.ranks, near)
+            return max(far.base_s + (self.across - 1) * far.latency_s + away / wide, inside)
+        rate = min(near.bytes_per_s * near.share, self.inside * wide)
+        ring = _ROUNDS[collective] * ((self.ranks - 1) * far.latency_s + nbytes * (1 - 1 / self.ranks) / rate)
+        if collective != "all_reduce":
+            return far.base_s + ring
+        hops = 2 * (math.ceil(math.log2(self.across)) * far.latency_s + (self.inside - 1) * near.latency_s)
+        return far.base_s + min(ring, hops + 2 * nbytes / rate)
+
+
+def _needed(link: Link | None, where: str) -> Link:
+    if link is None:
+        raise ConfigError(
+            f"the cluster names no link {where} nodes, and a group of the mesh needs one; add [{where}] to the cluster"
+        )
+    return link
+
+
+def over(cluster: Cluster, axis: str, mesh: Mesh, degree: int | None = None) -> Span:
+    """Which links the groups of ``axis`` span; ranks are counted along tensor first. ``degree``: in place of the
+    mesh's, for groups within an axis (experts, within the data ranks)."""
+    position = AXES.index(axis)
+    stride = math.prod(mesh.degrees[name] for name in AXES[position + 1 :])
+    ranks = mesh.degrees[axis] if degree is None else degree
+    return span(cluster, stride, ranks)
+
+
+def span(cluster: Cluster, stride: int, ranks: int) -> Span:
+    """A group of ``ranks``, ``stride`` ranks from one to the next."""
+    inside = max(1, min(ranks, cluster.devices_per_node // stride))
+    across = math.ceil(ranks / inside)
+    return Span(inside, across, cluster.inside, cluster.between)

@@ -1,0 +1,321 @@
+"""Seconds of a step: compute by operation, what hides behind it, the pipeline's waits, the optimizer.
+
+A product takes the longest of its arithmetic, its memory traffic and its start (roofline, Williams et al. 2009,
+https://doi.org/10.1145/1498765.1498785). Collectives: collectives.py. Pipelines: simulate.py. What overlaps with what:
+docs/planning.md, section Time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
+
+from shoal.cluster.facts import Cluster, Device
+from shoal.core.errors import ConfigError, nearest
+from shoal.plan.candidate import Candidate, Cost
+from shoal.plan.collectives import Span, over, span
+from shoal.plan.profile import Block, Op, Profile
+from shoal.plan.ranks import stage_rank
+from shoal.plan.simulate import StageTime, closed_form, play
+
+#: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
+_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+class Pass(NamedTuple):
+    """Seconds of a forward or backward for one micro-batch. ``launch``: what the device waits for the host."""
+
+    compute: float = 0.0
+    launch: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.compute + self.launch + self.tensor + self.context + self.expert
+
+
+class Part(NamedTuple):
+    """Consecutive blocks: how many of each kind, and how often one kind follows another."""
+
+    kinds: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[tuple[int, int], int], ...]
+    first: int
+    last: int
+
+
+class Work(NamedTuple):
+    """Seconds of one micro-batch on a part of the model."""
+
+    forward: Pass
+    backward: Pass
+
+    @property
+    def total(self) -> float:
+        """Both passes."""
+        return self.forward.total + self.backward.total
+
+
+def price(profile: Profile, candidate: Candidate, cluster: Cluster) -> Cost:
+    """What one step of ``candidate`` costs. Raises ConfigError where the cluster lacks a link or a precision."""
+    return Prices(profile, cluster).price(candidate)
+
+
+class Prices:
+    """Prices of many candidates of one profile on one cluster; blocks of one kind are priced once."""
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        """``profile``: one rank's share of the model for one tensor, context and expert degree."""
+        self.profile, self.cluster = profile, cluster
+        names_ = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
+        self._peaks = {name: peak_flops(cluster.device, name) for name in names_}
+        names = list(dict.fromkeys(block.kind for block in profile.blocks))
+        self._kind = [names.index(block.kind) for block in profile.blocks]
+        self._sample = [profile.blocks[self._kind.index(kind)] for kind in range(len(names))]
+        self._passes: dict[tuple, list[Work]] = {}
+        self._parts: dict[tuple, Part] = {}
+        self._spans: dict[tuple, Span] = {}
+        self._plays: dict[tuple, float] = {}
+
+    def price(self, candidate: Candidate, exact: bool = True) -> Cost:
+        """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
+        micro, mesh = candidate.accumulation, candidate.mesh
+        stages, place = self._cut(candidate)
+        works = [self._work(part, candidate) for part in stages]
+        ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
+        for stage, rank in enumerate(place):
+            ranks[rank].append(stage)
+        busiest = max(ranks, key=lambda mine: sum(works[stage].total for stage in mine))
+        total = Pass(*map(sum, zip(*(side for stage in busiest for side in works[stage]), strict=True)))
+        makespan, sent = micro * total.total, 0.0
+        if mesh.pipeline > 1:
+            makespan, sent = self._makespan(candidate, works, exact)
+        shard, replicate = max((self._gradients(candidate, stages, works, mine) for mine in ranks), key=sum)
+        return Cost(
+            compute_s=micro * total.compute,
+            tensor_s=micro * total.tensor,
+            context_s=micro * total.context,
+            expert_s=micro * total.expert,
+            pipeline_s=sent,
+            shard_s=shard,
+            replicate_s=replicate,
+            bubble_s=makespan - micro * total.total - sent,
+            optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
+            rest_s=micro * total.launch,
+        )
+
+    def stages(self, candidate: Candidate) -> list[Work]:
+        """Seconds of one micro-batch on every stage."""
+        return [self._work(part, candidate) for part in self._cut(candidate)[0]]
+
+    def _cut(self, candidate: Candidate) -> tuple[list[Part], list[int]]:
+        """The stages' parts, and the pipeline coordinate of each."""
+        ends = (*candidate.starts[1:], len(self._kind))
+        parts = [self._part(start, end) for start, end in zip(candidate.starts, ends, strict=True)]
+        schedule = candidate.schedule or "1f1b"
+        pipeline, chunks = candidate.mesh.pipeline, candidate.chunks
+        return parts, [stage_rank(schedule, stage, pipeline, chunks) for stage in range(len(parts))]
+
+    def _part(self, start: int, end: int) -> Part:
+        if (start, end) not in self._parts:
+            kinds = self._kind[start:end]
+            pairs = Counter(zip(kinds, kinds[1:], strict=False))
+            ends = (kinds[0], kinds[-1]) if kinds else (0, 0)
+            self._parts[start, end] = Part(tuple(Counter(kinds).items()), tuple(pairs.items()), *ends)
+        return self._parts[start, end]
+
+    def _work(self, part: Part, candidate: Candidate) -> Work:
+        """One micro-batch on a part."""
+        adds = candidate.accumulation > 1 and candidate.shard_level < 3
+        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds)
+        if key not in self._passes:
+            works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
+            sides = [
+                Pass(*(sum(work[side][index] * count for work, count in works) for index in range(len(Pass._fields))))
+                for side in (0, 1)
+            ]
+            self._passes[key] = Work(*sides)
+        return self._passes[key]
+
+    def _block(self, block: Block, candidate: Candidate) -> Work:
+        """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
+        device, micro = self.cluster.device, candidate.micro_batch
+        seconds = [
+            op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops
+        ]
+        forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
+        host = sum(op.launches for op in block.ops) * device.launch_s
+        sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
+        again = (
+            (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
+            if block.repeated
+            else 0.0
+        )
+        back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
+        backward += again * forward
+        if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
+            backward += self._accumulated(block, candidate)
+        return Work(
+            Pass(forward, max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
+            Pass(backward, max(0.0, host * (1 + again) - backward - sum(back)), *back),
+        )
+
+    def _accumulated(self, block: Block, candidate: Candidate) -> float:
+        """Adding a micro-batch's gradients to the sum: read and written."""
+        nbytes = 2 * candidate.states.gradient * sum(weight.numel for weight in block.weights)
+        return nbytes / (self.cluster.device.memory_bytes_per_s * self.cluster.device.memory_share)
+
+    def _traffic(self, block: Block, candidate: Candidate, phase: str) -> tuple[float, float, float]:
+        found = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
+        for traffic in block.traffic:
+            if traffic.phase == phase:
+                where = self._span(traffic.axis, candidate)
+                found[traffic.axis] += where.seconds(traffic.collective, traffic.bytes * candidate.micro_batch)
+        return found["tensor"], found["context"], found["expert"]
+
+    def _span(self, axis: str, candidate: Candidate) -> Span:
+        mesh = candidate.mesh
+        key = (axis, mesh.tensor, mesh.context, mesh.shard, mesh.replicate, mesh.pipeline, candidate.expert)
+        if key not in self._spans:
+            inner = mesh.tensor * mesh.context
+            self._spans[key] = (
+                span(self.cluster, inner, candidate.expert) if axis == "expert" else over(self.cluster, axis, mesh)
+            )
+        return self._spans[key]
+
+    def makespan(self, candidate: Candidate) -> float:
+        """Seconds from the first forward to the last backward, however the weights are held."""
+        works = self.stages(candidate)
+        if candidate.mesh.pipeline == 1:
+            return candidate.accumulation * sum(work.total for work in works)
+        return self._played(candidate, works, True)
+
+    def _makespan(self, candidate: Candidate, works: list[Work], exact: bool) -> tuple[float, float]:
+        """Seconds from the first forward to the last backward, and of them what sending between stages adds."""
+        if not exact:
+            return closed_form(*self._shape(candidate), self._times(candidate, works, True))
+        whole = self._played(candidate, works, True)
+        return whole, whole - self._played(candidate, works, False)
+
+    def _played(self, candidate: Candidate, works: list[Work], sends: bool) -> float:
+        key = (*self._shape(candidate), tuple(self._times(candidate, works, sends)))
+        if key not in self._plays:  # the same for every way to hold the weights
+            self._plays[key] = play(*key).makespan
+        return self._plays[key]
+
+    def _shape(self, candidate: Candidate) -> tuple[str, int, int, int]:
+        if candidate.schedule is None:
+            raise ConfigError(f"pipeline={candidate.mesh.pipeline} and no schedule; name one, for example 1f1b")
+        return candidate.schedule, candidate.mesh.pipeline, candidate.chunks, candidate.accumulation
+
+    def _times(self, candidate: Candidate, works: list[Work], sends: bool) -> list[StageTime]:
+        where, blocks = self._span("pipeline", candidate), self.profile.blocks
+        sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
+        seconds = [*(where.seconds("p2p", nbytes) * sends for nbytes in sizes), 0.0]
+        return [
+            StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
+            for work, send in zip(works, seconds, strict=True)
+        ]
+
+    def _gradients(
+        self, candidate: Candidate, stages: list[Part], works: list[Work], mine: list[int]
+    ) -> tuple[float, float]:
+        """Exposed seconds of gathering shards and of reducing gradients, on the axes shard and replicate, of the rank
+        that holds the stages ``mine``."""
+        shard, copies = self._span("shard", candidate), self._span("replicate", candidate)
+        if shard.ranks == 1 and copies.ranks == 1:
+            return 0.0, 0.0
+        states, slowdown = candidate.states, self.cluster.device.overlap_slowdown
+        numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
+        backward = sum(works[stage].backward.total for stage in mine)
+        forward = sum(works[stage].forward.total for stage in mine)
+        bucket = min(numel * states.sent, candidate.bucket_bytes)
+        wire = beside = 0.0
+        if candidate.shard_level == 3 and shard.ranks > 1:
+            wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
+        elif shard.ranks > 1:
+            reduce = bucketed(shard, "reduce_scatter", numel * states.sent, bucket)
+            gather = bucketed(shard, "all_gather", numel * (states.compute or states.weight), bucket)
+            wire = exposed(
+                reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
+            )
+            wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
+        if copies.ranks > 1:
+            part = 1 / candidate.mesh.shard
+            reduce = bucketed(copies, "all_reduce", numel * states.sent * part, bucket * part)
+            tail = copies.seconds("all_reduce", bucket * part)
+            beside = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
+        return wire, beside
+
+    def _gathered(self, candidate: Candidate, part: Part, where: Span) -> float:
+        """Exposed seconds of one micro-batch where weights lie in shards: each block's are gathered while the block
+        before computes, its gradients scattered while the next does; both on one link."""
+        states, slowdown = candidate.states, self.cluster.device.overlap_slowdown
+        gather = [where.seconds("all_gather", numel * (states.compute or states.weight)) for numel in self._numel]
+        scatter = [where.seconds("reduce_scatter", numel * states.sent) for numel in self._numel]
+        works = [self._block_work(kind, candidate) for kind in range(len(self._sample))]
+        total = gather[part.first] + gather[part.last] + scatter[part.first]
+        for (before, after), count in part.pairs:
+            total += count * exposed(gather[after], works[before].forward.total, slowdown)
+            total += count * exposed(gather[before] + scatter[after], works[after].backward.total, slowdown)
+        return total
+
+    def _block_work(self, kind: int, candidate: Candidate) -> Work:
+        return self._work(Part(((kind, 1),), (), kind, kind), candidate)
+
+    @cached_property
+    def _numel(self) -> list[int]:
+        """Numbers in the weights of a block, by kind."""
+        return [sum(weight.numel for weight in block.weights) for block in self._sample]
+
+    def _optimizer(self, candidate: Candidate, stages: list[Part], mine: list[int]) -> float:
+        """Reading gradients, reading and writing weights and states; tied weights counted at each place."""
+        states, device = candidate.states, self.cluster.device
+        numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
+        numel /= candidate.mesh.shard
+        nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
+        if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
+            return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
+        return nbytes / (device.memory_bytes_per_s * device.memory_share)
+
+
+def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
+    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each."""
+    calls = max(1, round(nbytes / bucket)) if bucket else 1
+    return calls * where.seconds(collective, nbytes / calls)
+
+
+def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
+    """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
+    only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
+    if not overlaps:
+        return sending
+    hidden = min(max(0.0, sending - tail), computing)
+    return sending - hidden + hidden * (slowdown - 1)
+
+
+def peak_flops(device: Device, precision: str) -> float:
+    """The device's peak in a precision. Raises ConfigError where it has none."""
+    if precision not in device.flops_per_s:
+        known = list(device.flops_per_s)
+        raise ConfigError(f"{device.name} has no peak in {precision!r}; {nearest(precision, known)}")
+    return device.flops_per_s[precision]
+
+
+def op_seconds(op: Op, micro_batch: float, device: Device, peak: float) -> tuple[float, float]:
+    """Seconds of forward and backward for ``micro_batch`` samples."""
+    moved = (op.moved_bytes * micro_batch + op.fixed_bytes) / (device.memory_bytes_per_s * device.memory_share)
+    if op.kind == "memory":
+        return moved, moved * op.backward
+    share = device.attention_share
+    if op.kind == "matmul":
+        half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
+        share = device.matmul_share * math.prod(
+            size / (size + half) for size in (op.m * micro_batch, op.k, op.n) if size + half
+        )
+    arithmetic = op.flops * micro_batch / (peak * share)
+    return max(arithmetic, moved), max(arithmetic, moved) * op.backward

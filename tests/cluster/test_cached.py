@@ -1,0 +1,43 @@
+"""Measurements are kept by what they depend on."""
+
+import os
+import time
+
+import pytest
+from test_facts import CLUSTER
+
+from shoal.cluster.cached import load, path_of, save
+from shoal.core.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+PRINT = {"devices": "d", "workers": "2"}
+
+
+def test_what_was_kept_comes_back_with_its_age(tmp_path):
+    assert load(tmp_path / "new", PRINT) is None
+    path = save(tmp_path / "new", PRINT, CLUSTER)
+    os.utime(path, (time.time() - 3600,) * 2)
+    kept = load(tmp_path / "new", PRINT)
+    assert kept is not None and kept.cluster == CLUSTER and 3600 <= kept.age_s < 3700
+    assert path.read_text().startswith("# devices: d\n# workers: 2\n")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [path.name]
+
+
+def test_another_machine_has_another_file(tmp_path):
+    save(tmp_path, PRINT, CLUSTER)
+    assert load(tmp_path, {**PRINT, "workers": "4"}) is None
+    assert path_of(tmp_path, dict(reversed(PRINT.items()))) == path_of(tmp_path, PRINT)
+
+
+def test_a_damaged_file_is_refused_with_what_to_do(tmp_path):
+    path = save(tmp_path, PRINT, CLUSTER)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ConfigError, match=r"the kept measurement is damaged: .*; delete .*toml, or run shoal measure"):
+        load(tmp_path, PRINT)
+
+
+def test_a_folder_that_takes_no_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be kept in .*file/x: Not a directory; set XDG_CACHE_HOME"):
+        save(tmp_path / "file" / "x", PRINT, CLUSTER)
