@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from shoal.blueprint.stored import Sketch
@@ -133,14 +134,15 @@ def answer(
 ) -> Planned:
     """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one."""
     question = question_of(sketch, cluster, global_batch)
-    search = Search(profiles_of(sketch, cluster), cluster, question)
+    profiles = profiles_of(sketch, cluster)
+    search = Search(profiles, cluster, question)
     result = search.run(top, within=None if micro_batch is None else lambda core: core.micro_batch == micro_batch)
     if not result.best:
         return Planned(
             sketch, cluster, question, search, (), result.asked, result.priced, changes=_changes(sketch, search)
         )
     roomy = cluster.device.model_copy(update={"memory_bytes": cluster.device.memory_bytes * _ROOMY})
-    free = Search(profiles_of(sketch, cluster), cluster.model_copy(update={"device": roomy}), question).run(1)
+    free = Search(profiles, cluster.model_copy(update={"device": roomy}), question).run(1)
     return Planned(
         sketch, cluster, question, search, result.best, result.asked, result.priced,
         next(iter(free.best), None), _obvious(search, result.best[0]),
@@ -160,6 +162,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
 def profiles_of(sketch: Sketch, cluster: Cluster) -> Profiles:
     """Tensor degree -> profile, or why there is none."""
 
+    @cache
     def made(tensor: int, sequence_parallel: bool) -> Profile | str:
         if not sketch.blueprint.operations:
             return states_alone(sketch)
