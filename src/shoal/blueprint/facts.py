@@ -37,6 +37,7 @@ class Kept(NamedTuple):
 
     of: int | str | None
     bytes: int
+    numel: int
 
 
 class Operation(NamedTuple):
@@ -70,6 +71,7 @@ class Storage(NamedTuple):
     it."""
 
     bytes: int
+    numel: int
     born: int
     freed: int
     used: int

@@ -15,16 +15,19 @@ from torch.utils.flop_counter import flop_registry
 
 from shoal.blueprint.facts import Storage, Timeline
 
-
 #: Operators whose second and third result are statistics of their input.
-NORMS = ("aten.native_layer_norm", "aten.native_batch_norm", "aten._native_batch_norm", "aten.native_group_norm")
+NORMS = (
+    "aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten._native_batch_norm",
+    "aten.native_group_norm.default",
+)  # fmt: skip
 
 
 class Entry:
     """A storage under way: see ``facts.Storage``."""
 
-    def __init__(self, nbytes: int, born: int, operation: int) -> None:
-        self.bytes, self.born, self.operation = nbytes, born, operation
+    def __init__(self, tensor: Tensor, born: int, operation: int) -> None:
+        self.bytes, self.born, self.operation = tensor.untyped_storage().nbytes(), born, operation
+        self.numel = self.bytes // tensor.element_size()
         self.used = born
         self.freed: int | None = None
         self.of: int | str | None = None
@@ -91,7 +94,7 @@ class Ledger(TorchDispatchMode):
         if key in self.held:
             return None
         if key not in self.live:
-            self.live[key] = Entry(storage.nbytes(), self.moment, self.operation)
+            self.live[key] = Entry(tensor, self.moment, self.operation)
             self.entries.append(self.live[key])
             self._watched.append(weakref.ref(storage, lambda _, key=key: self._end(key)))
         return self.live[key]
@@ -156,12 +159,10 @@ class Ledger(TorchDispatchMode):
         """All that was seen. What lives on at the end is freed there."""
         self._watched.clear()
         return Timeline(
-            tuple(
-                Storage(
-                    e.bytes, e.born, self.moment if e.freed is None else e.freed, e.used, e.operation, e.of, e.kept
-                )  # fmt: skip
-                for e in self.entries
-                if e.bytes
-            ),
+            tuple(self._storage(entry) for entry in self.entries if entry.bytes),
             tuple(self.forward), tuple(self.backward), tuple(self.gradients),
         )  # fmt: skip
+
+    def _storage(self, entry: Entry) -> Storage:
+        freed = self.moment if entry.freed is None else entry.freed
+        return Storage(entry.bytes, entry.numel, entry.born, freed, entry.used, entry.operation, entry.of, entry.kept)
