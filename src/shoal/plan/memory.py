@@ -119,9 +119,13 @@ class _Stage:
         """Working bytes of half a backward: of the first, what waits and the widest block's own; of the second one
         weight's gradient."""
         if not first:
-            return max(
-                (weight.numel for block in self.blocks.values() for weight in block.weights if weight.trains), default=0
-            ) * 4.0
+            return (
+                max(
+                    (weight.numel for block in self.blocks.values() for weight in block.weights if weight.trains),
+                    default=0,
+                )
+                * 4.0
+            )
         widest = max(
             (self.live(moment, not self.last) - moment.fixed_bytes - self.bytes(held.kept)
              for held in self.holdings.values() for moment in held.backward), default=0.0,

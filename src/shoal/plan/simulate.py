@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Seconds of a whole step, each rank's busy seconds, its time between first and last action, and its chunks in flight at most."""
+    """Seconds of a whole step, each rank's busy seconds, and the most chunks that it holds activations of."""
 
     makespan: float
     busy: tuple[float, ...]

@@ -76,7 +76,7 @@ class Prices:
         names = list(dict.fromkeys(block.kind for block in profile.blocks))
         self._kind = [names.index(block.kind) for block in profile.blocks]
         self._sample = [profile.blocks[self._kind.index(kind)] for kind in range(len(names))]
-        self._passes: dict[tuple, list[Work]] = {}
+        self._passes: dict[tuple, Work] = {}
         self._parts: dict[tuple, Part] = {}
         self._spans: dict[tuple, Span] = {}
 
@@ -140,11 +140,17 @@ class Prices:
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
-        seconds = [op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops]
+        seconds = [
+            op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops
+        ]
         forward, backward = (sum(side) for side in zip(*seconds, strict=True))
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
-        again = (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep) if block.repeated else 0.0
+        again = (
+            (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
+            if block.repeated
+            else 0.0
+        )
         back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
         backward += again * forward
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
@@ -217,7 +223,9 @@ class Prices:
         elif shard.ranks > 1:
             reduce = bucketed(shard, "reduce_scatter", numel * states.sent, bucket)
             gather = bucketed(shard, "all_gather", numel * (states.compute or states.weight), bucket)
-            wire = exposed(reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients)
+            wire = exposed(
+                reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
+            )
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
         if copies.ranks > 1:
             part = 1 / candidate.mesh.shard
