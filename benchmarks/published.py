@@ -30,6 +30,9 @@ from shoal.plan.time import Prices
 from shoal.plan.transformer import model_flops, profile
 
 HERE = Path(__file__).resolve().parent
+#: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
+#: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate without the allocator's part).
+HEADROOM = 0.85
 COLUMNS = {"model", "seq_len", "gpu", "tp", "pp", "notes", "source"}
 
 
@@ -74,11 +77,12 @@ def memory(case: Case, candidate: Candidate) -> list[float]:
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
+    careful = HEADROOM * room if len(case.candidates) > 1 else room
     for candidate in case.candidates:
         needed = memory(case, candidate)
-        if max(needed) <= room or candidate.cpu_offload:
+        if max(needed) <= careful or candidate.cpu_offload:
             return candidate, needed, True
-    return case.candidates[-1], memory(case, case.candidates[-1]), False
+    return case.candidates[-1], needed, max(needed) <= room
 
 
 def predict(row) -> Outcome:

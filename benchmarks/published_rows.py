@@ -148,7 +148,8 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> t
                     shard_level=level,
                     recompute="full" if again else "none",
                     keep=1 - again,
-                    sequence_parallel=row["seq_parallel"] == "yes" and mesh.tensor > 1,
+                    # Megatron-LM runs experts beside tensor parallelism only with sequence parallelism
+                    sequence_parallel=mesh.tensor > 1 and (row["seq_parallel"] == "yes" or shape.experts is not None),
                     precision=precision(row),
                     states=states._replace(optimizer=0) if "SGD" in row["notes"] else states,
                     expert=int(number(row, "ep", 1)),

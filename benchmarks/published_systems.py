@@ -34,8 +34,9 @@ class System(NamedTuple):
     first_word: tuple[str, ...] = ()
 
 
-#: Eager SwiGLU: silu and product apart. Eager RMSNorm: eight kernels, most of them in float32.
-_EAGER = Software(activation=5, activation_kept=3, norm=16, norm_kept=2)
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: eight kernels each, most
+#: of them in float32.
+_EAGER = Software(activation=5, activation_kept=3, norm=18, norm_kept=2, rope=14)
 _COMPILED = Software()
 SYSTEMS = (
     System(
@@ -64,7 +65,7 @@ SYSTEMS = (
     System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=60, loss_kept=10), States(2, 0, 4, 12),
            bucket_bytes=160e6, first_word=("megatron", "nemo", "nvidia")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
-    System("internevo", _EAGER._replace(norm=20), States(2, 0, 2, 12), first_word=("internevo", "internlm")),
+    System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
 )  # fmt: skip
 COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2))

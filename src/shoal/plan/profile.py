@@ -42,12 +42,14 @@ class Op(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass."""
+    """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass.
+    ``copies``: of each row, to as many ranks (experts per token): a node needs one of them."""
 
     axis: ActivationAxis
     collective: str
     phase: Literal["forward", "backward"]
     bytes: float
+    copies: int = 1
 
 
 class Weight(NamedTuple):

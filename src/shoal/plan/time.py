@@ -170,16 +170,16 @@ class Prices:
         for traffic in block.traffic:
             if traffic.phase == phase:
                 where = self._span(traffic.axis, candidate)
-                found[traffic.axis] += where.seconds(traffic.collective, traffic.bytes * candidate.micro_batch)
+                nbytes = traffic.bytes * candidate.micro_batch
+                found[traffic.axis] += where.seconds(traffic.collective, nbytes, traffic.copies)
         return found["tensor"], found["context"], found["expert"]
 
     def _span(self, axis: str, candidate: Candidate) -> Span:
         mesh = candidate.mesh
         key = (axis, mesh.tensor, mesh.context, mesh.shard, mesh.replicate, mesh.pipeline, candidate.expert)
         if key not in self._spans:
-            inner = mesh.tensor * mesh.context
             self._spans[key] = (
-                span(self.cluster, inner, candidate.expert) if axis == "expert" else over(self.cluster, axis, mesh)
+                span(self.cluster, 1, candidate.expert) if axis == "expert" else over(self.cluster, axis, mesh)
             )
         return self._spans[key]
 
@@ -216,7 +216,8 @@ class Prices:
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
         backward = sum(works[stage].backward.total for stage in mine)
         forward = sum(works[stage].forward.total for stage in mine)
-        bucket = min(numel * states.sent, candidate.bucket_bytes)
+        unit = max(self._numel) * states.sent if candidate.shard_level > 1 else 0.0
+        bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)

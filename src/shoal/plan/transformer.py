@@ -143,7 +143,7 @@ class Share:
             weights = [self.weight("down", h * down, down, t), *(self.weight(name, k * m, m) for name, k, m in ups)]
             q, kv, v = heads * wide, heads * wide, heads * latent.value_dim
         if not shape.learned:
-            ops.append(self.memory("rope", n * (q + kv), 2))
+            ops.append(self.memory("rope", n * (q + kv), self.software.rope))
         seen = min(window or self.length, self.length)
         causal = self.software.flash and self.software.skips and not window
         scores = 0.0 if self.software.flash else n * seen * shape.heads / t
@@ -242,7 +242,9 @@ class Share:
         if self.split.expert == 1:
             return []
         nbytes = self.outside * self._experts.active * (self._experts.width or self.h) * self.width
-        return [Traffic("expert", "all_to_all", phase, nbytes) for phase in ("forward", "backward") for _ in range(2)]
+        active = self._experts.active
+        sent = [Traffic("expert", "all_to_all", phase, nbytes, active) for phase in ("forward", "backward")]
+        return [*sent, *sent]
 
     def keys(self) -> list[Traffic]:
         """Keys and values of all positions, and their gradients."""
