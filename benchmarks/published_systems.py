@@ -62,7 +62,7 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=60, loss_kept=10), States(2, 0, 4, 12),
+    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=70, loss_kept=10), States(2, 0, 4, 12),
            bucket_bytes=160e6, first_word=("megatron", "nemo", "nvidia")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),

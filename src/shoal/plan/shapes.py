@@ -86,7 +86,8 @@ class Software(NamedTuple):
     ``norm_kept``, ``activation_kept``: such tensors kept for backward; ``loss_kept`` bytes per logit. ``loss_bytes``:
     moved per logit, forward and backward. ``casts``: a product's operands read and written to be cast to fp8 or fp4.
     ``grouped``: rate of experts' products over a whole product's. ``kernels``: starts per layer in a forward, in which
-    the host's other time is counted; ``expert_kernels``: more in a layer of experts. ``regathers``: with sequence
+    the host's other time is counted; ``expert_kernels``: of a layer of experts, whose start waits
+    until the host knows how many rows each expert gets. ``regathers``: with sequence
     parallelism, gathered inputs are gathered anew in backward, not kept."""
 
     flash: bool = True
@@ -105,7 +106,7 @@ class Software(NamedTuple):
     casts: float = 2
     grouped: float = 0.8
     kernels: float = 16
-    expert_kernels: float = 60
+    expert_kernels: float = 100
 
 
 class Split(NamedTuple):

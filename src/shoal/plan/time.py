@@ -155,9 +155,10 @@ class Prices:
         backward += again * forward
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
             backward += self._accumulated(block, candidate)
+        waits = block.waits * device.launch_s
         return Work(
-            Pass(forward, max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, max(0.0, host * (1 + again) - backward - sum(back)), *back),
+            Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
+            Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
         )
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:

@@ -87,7 +87,7 @@ class Share:
             traffic += self.dispatch() if mixer == "E" else ()
             traffic += self.keys() if mixer == "*" else ()
         ops = self.cast(ops)
-        host = software.kernels * len(mixers) / 2 + (software.expert_kernels if "E" in mixers else 0)
+        host = software.kernels * len(mixers) / 2
         carried = self.outside * self.h * self.width
         return Block(
             path="layers",
@@ -98,6 +98,7 @@ class Share:
             weights=tuple(weights),
             carried_bytes=carried,
             input_bytes=carried,
+            waits=software.expert_kernels if "E" in mixers else 0.0,
         )
 
     def product(self, name: str, k: float, n: float, kept: bool = True, tokens: float | None = None) -> Op:
@@ -176,13 +177,13 @@ class Share:
         experts, n = self._experts, self.outside
         width, local, rows = experts.width or self.h, experts.count / self.split.expert, n * experts.active
         router = self.product("router", self.h, experts.count, False, n)._replace(precision=self.wide)
-        ops = [router, self.memory("dispatch", rows * width, 4, rows * width * self.width)]
+        ops = [router, self.memory("dispatch", rows * width, 4)]
         weights = [self.weight("router", self.h * experts.count, experts.count, self.t)]
         ops += [
             self.grouped("expert_up", rows, width, (self.products - 1) * experts.ffn, local),
             self.memory("expert_activation", rows * experts.ffn, self.products, rows * 2 * experts.ffn * self.width),
             self.grouped("expert_down", rows, experts.ffn, width, local),
-            self.memory("combine", rows * width, 3, rows * width * self.width),
+            self.memory("combine", rows * width, 3),
         ]
         numel = local * self.products * width * experts.ffn
         weights.append(self.weight("experts", numel, local * experts.ffn)._replace(expert=True))
@@ -210,7 +211,7 @@ class Share:
         wide = 2 * inner + (2 * mamba.groups * mamba.state + mamba.heads) / self.t
         ops = [
             self.product("in", self.h, wide),
-            self.memory("scan", n * wide, 8, n * (wide + 2 * inner) * self.width),
+            self.memory("scan", n * wide, 20, n * (wide + 2 * inner) * self.width),
             Op("states", "attention", n, mamba.state, inner, 6.0 * n * inner * mamba.state, 0, 0, 0, 2.0, 1.0,
                precision=self.wide),
             self.product("out", inner, self.h),
