@@ -18,7 +18,7 @@ from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
 from shoal.plan.profile import Block, Op, Profile
 from shoal.plan.ranks import stage_rank
-from shoal.plan.simulate import StageTime, closed_form, play
+from shoal.plan.simulate import Event, StageTime, closed_form, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
@@ -186,24 +186,34 @@ class Prices:
 
     def _makespan(self, candidate: Candidate, works: list[Work], alone: float, exact: bool) -> tuple[float, float]:
         """Seconds from the first forward to the last backward, and of them what sending between stages adds."""
-        pipeline = candidate.mesh.pipeline
-        if pipeline == 1:
+        if candidate.mesh.pipeline == 1:
             return alone, 0.0
-        if candidate.schedule is None:
+        shape, times = self._pipeline(candidate, works)
+        if not exact:
+            return closed_form(*shape, times)
+        whole = play(*shape, times).makespan
+        if not any(time.send for time in times):
+            return whole, 0.0
+        return whole, whole - play(*shape, [time._replace(send=0.0) for time in times]).makespan
+
+    def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:
+        """The schedule's numbers and each stage's times."""
+        pipeline = candidate.mesh.pipeline
+        if candidate.schedule is None and pipeline > 1:
             raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
-        where = self._span("pipeline", candidate)
-        blocks = self.profile.blocks
+        where, blocks = self._span("pipeline", candidate), self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
         sends = [*(where.seconds("p2p", nbytes) for nbytes in sizes), 0.0]
         times = [
             StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
             for work, send in zip(works, sends, strict=True)
         ]
-        shape = (candidate.schedule, pipeline, candidate.chunks, candidate.accumulation)
-        if not exact:
-            return closed_form(*shape, times)
-        free = play(*shape, [time._replace(send=0.0) for time in times]).makespan
-        return (whole := play(*shape, times).makespan), whole - free
+        return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
+
+    def played(self, candidate: Candidate) -> tuple[Event, ...]:
+        """What each pipeline rank does when, from the first forward to the last backward."""
+        shape, times = self._pipeline(candidate, self.stages(candidate))
+        return play(*shape, times).events
 
     def _gradients(
         self, candidate: Candidate, stages: list[Part], works: list[Work], mine: list[int]
