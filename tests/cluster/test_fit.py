@@ -45,6 +45,12 @@ def made(half, precision="fp32", peak=1e11, sizes=(16, 64, 256, 1024)):
             yield shape.model_copy(update={"seconds": shape.flops_per_s / (peak * reach(shape, half))})
 
 
+def test_each_length_that_is_the_half_halves_the_reach():
+    shape = Product(precision="fp32", m=1, k=3, n=9, seconds=1.0)
+    assert reach(shape, 0) == 1
+    assert reach(shape, 3) == pytest.approx(1 / 4 * 3 / 6 * 9 / 12)
+
+
 @pytest.mark.parametrize("half", [0.0, 1.25**12, 1.25**16])
 def test_half_and_rates_find_what_made_the_products(half):
     products = [*made(half), *made(half, "bf16", 3e11)]

@@ -1,5 +1,6 @@
 """Measuring on a tiny grid: what is found is there, is positive, and is the same on every rank."""
 
+import re
 import time
 from typing import get_args
 
@@ -11,7 +12,8 @@ from shoal.cluster.facts import Cluster, Collective
 from shoal.cluster.fit import line_error
 from shoal.cluster.grid import grid, tiny
 from shoal.cluster.machine import counts, groups
-from shoal.cluster.measure import Bench, fingerprint, measure
+from shoal.cluster.measure import Bench, measure
+from shoal.core.errors import ConfigError
 
 KINDS = get_args(Collective)
 CPU = torch.device("cpu")
@@ -30,10 +32,11 @@ def test_two_machines_of_two_ranks(tmp_path):
     cluster, told = found[0]
     assert all(other == cluster for other, _ in found)
     assert (cluster.nodes, cluster.devices_per_node) == (2, 2)
-    assert told == sorted(told) and told[0] == 0 and told[-1] == 1
+    assert told == sorted(told) and told[0] == 0 and told[-2:] == [pytest.approx(0.97), 1]  # the disk is the last 3 %
     assert [(fit.collective, fit.ranks) for fit in cluster.inside.fits] == [(kind, 2) for kind in KINDS]
     between = [(kind, 2) for kind in KINDS] + [(kind, 4) for kind in KINDS if kind != "p2p"]
     assert [(fit.collective, fit.ranks) for fit in cluster.between.fits] == between
+    assert (cluster.inside.name, cluster.between.name) == ("gloo inside machines", "gloo between machines")
     for fit in (*cluster.inside.fits, *cluster.between.fits):
         sent = [nbytes for nbytes, _ in fit.points]
         assert sent[0] == 1024 and sent[-1] <= 64 * 1024 and sent == sorted(set(sent)) and len(sent) == 3
@@ -70,10 +73,13 @@ def test_uneven_machines_and_a_folder_that_takes_no_file_are_refused(tmp_path):
         run_ranks(uneven, 3)
 
     def no_folder(rank):
-        Bench(CPU, tiny(), lambda part, text: None).disk(tmp_path / "gone", 1)
+        with pytest.raises(ConfigError) as refused:
+            Bench(CPU, tiny(), lambda part, text: None).disk(tmp_path / ("" if rank else "gone"), 1)
+        return str(refused.value)
 
-    with pytest.raises(RankFailed, match="gone takes no file to measure the disk with: No such file.*name another"):
-        run_ranks(no_folder, 1)
+    first, second = run_ranks(no_folder, 2)
+    assert re.search("gone takes no file to measure the disk with: No such file.*; name another folder", first)
+    assert re.search(f"{tmp_path} takes no file on another machine; name another folder", second)
 
 
 @pytest.mark.ranks
@@ -85,15 +91,15 @@ def test_all_ranks_call_equally_often_and_one_without_a_call_takes_part():
 
         def call():
             calls.append(1)
-            time.sleep(0.001 + 0.004 * rank)
+            time.sleep(0.005 * rank)
 
         both, count = bench.seconds(call, 0.05), len(calls)
         return both, count, bench.seconds(None if rank else call, 0.01)
 
     (first, count, alone), (second, other, none) = run_ranks(body, 2)
     assert count == other and count > 3
-    assert 0.001 < first < second and second > 0.005
-    assert alone > 0.001 and none == 0
+    assert 0 < first < second and second > 0.005
+    assert alone > 0 and none == 0
 
 
 @pytest.mark.unit
@@ -112,13 +118,6 @@ def test_groups_inside_and_between_machines():
     assert groups(12, 3, 4, 3) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     assert groups(12, 2, 4, 3) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert counts([0, 1, 2, 0, 1, 2]) == [3, 3] and counts([0, 1, 0]) == [2, 1]
-
-
-@pytest.mark.unit
-def test_a_fingerprint_tells_workers_and_machines_apart():
-    one = fingerprint("cpu", 2)
-    assert one == fingerprint("cpu", 2) and torch.__version__ == one["torch"]
-    assert one != fingerprint("cpu", 4) and one != fingerprint("cpu", 2, nodes=2)
 
 
 @pytest.mark.nightly

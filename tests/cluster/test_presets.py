@@ -1,6 +1,7 @@
 """Presets: every constant has a source, every name works, and what is not known is refused with near names."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -112,5 +113,6 @@ def row_of(name):
     )
 
 
+@cache
 def aliases():
     return [name for name in names() if name not in {path.split(".")[1] for path, _, _ in constants()}]

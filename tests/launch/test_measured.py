@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.harness import run_ranks
 
 import shoal
@@ -16,7 +17,7 @@ import shoal.launch.measure as module
 from shoal.cli.measure import command
 from shoal.cluster import Cluster, find
 from shoal.cluster.grid import tiny
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerFailure
 
 SCRIPT = Path(__file__).with_name("measuring.py")
 
@@ -55,6 +56,7 @@ def test_in_a_world_all_ranks_get_the_cluster_and_the_first_one_writes(tmp_path)
 
     one, two = run_ranks(body, 2)
     assert one == two and (one.nodes, one.devices_per_node) == (2, 1) and one.inside is None
+    assert one.between.name == "gloo between machines"
     assert [path.name for path in tmp_path.iterdir()] == ["0.toml"]  # another grid than usual is not kept
 
 
@@ -75,6 +77,14 @@ def test_bad_input_is_refused_before_anything_is_measured(flags, text, capsys, m
 
 
 @pytest.mark.unit
+def test_workers_that_failed_are_not_taken_for_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "run_workers", lambda *args, **kwargs: 3)
+    with pytest.raises(WorkerFailure, match="measuring ended with status 3; the cause is on stderr, above"):
+        shoal.measure(workers=2, out=tmp_path / "c.toml")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("home", "found"),
     [("/x/y", "/x/y/shoal/clusters"), ("rel", "~/.cache/shoal/clusters"), ("", "~/.cache/shoal/clusters")],
@@ -82,3 +92,10 @@ def test_bad_input_is_refused_before_anything_is_measured(flags, text, capsys, m
 def test_the_cache_is_the_users(home, found, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert module.cache_folder() == Path(found).expanduser()
+
+
+@pytest.mark.unit
+def test_a_fingerprint_tells_workers_and_machines_apart():
+    one = module.fingerprint("cpu", 2)
+    assert one == module.fingerprint("cpu", 2) and torch.__version__ == one["torch"]
+    assert one != module.fingerprint("cpu", 4) and one != module.fingerprint("cpu", 2, nodes=2)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.core.errors import ConfigError, LaunchError
-from shoal.launch.train import _workers
-from shoal.launch.world import World, find_world, first_node, join
+from shoal.launch.world import World, find_world, first_node, join, worker_count
 
 pytestmark = pytest.mark.unit
 
@@ -64,8 +63,8 @@ def test_more_local_ranks_than_gpus_are_refused(alone, monkeypatch):
     with pytest.raises(ConfigError, match=r"rank 7 is number 3 on its machine, which has 2 GPU\(s\): start at most 2"):
         join(World(7, 3, 8, 0, launched=False), "cuda")
     with pytest.raises(ConfigError, match="--workers 3, but this machine has 2 GPUs; ask for 2 or fewer"):
-        _workers(3, "cuda")
-    assert _workers(None, "cuda") == 2
+        worker_count(3, "cuda")
+    assert worker_count(None, "cuda") == 2
 
 
 def test_several_ranks_without_an_address_are_refused(alone, monkeypatch):

@@ -7,7 +7,6 @@ A collective is measured in all groups of its size at once, as a training step r
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +29,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
 ADAMW_BYTES = 28
-#: Parts of the budget.
-PRODUCTS, STREAMS, SMALL, LINKS = 0.25, 0.06, 0.04, 0.5
+#: Parts of the budget: products, element-wise operations by size, each of seven small ones, all links.
+PRODUCTS, STREAMS, SMALL, LINKS = 0.25, 0.05, 0.03, 0.49
 _CHAIN = 64
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
@@ -54,10 +53,12 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
     per_node, nodes = _machines(local_rank)
     reserved = machine.resident_bytes()
     device = _device(bench)
-    inside = bench.link(range(2, per_node + 1), 1) if per_node > 1 else None
-    between = bench.link(range(2, nodes + 1), per_node) if nodes > 1 else None
-    if inside is not None or between is not None:
-        device["overlap_slowdown"] = bench.overlap()
+    part = LINKS / max(1, (per_node > 1) + (nodes > 1))
+    inside = bench.link("inside", range(2, per_node + 1), 1, part) if per_node > 1 else None
+    between = bench.link("between", range(2, nodes + 1), per_node, part) if nodes > 1 else None
+    widest = between or inside
+    if widest is not None:
+        device["overlap_slowdown"] = bench.overlap(widest)
     memory = machine.memory_bytes() // per_node
     if place.type == "cuda":
         memory, reserved = _gpu_memory(place)
@@ -79,23 +80,6 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
     made = Cluster(**values)
     made.check("measured")
     return made
-
-
-def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
-    """What a measurement depends on: another value of any of it makes a kept one another machine's."""
-    devices = (
-        [torch.cuda.get_device_name(number) for number in range(workers // nodes)]
-        if kind == "cuda"
-        else [machine.processor()]
-    )
-    return {
-        "devices": ", ".join(dict.fromkeys(devices)),
-        "cores": str(os.cpu_count()),
-        "workers": str(workers),
-        "nodes": str(nodes),
-        "torch": torch.__version__,
-        "host": platform.node(),
-    }
 
 
 class Bench:
@@ -156,7 +140,7 @@ class Bench:
 
     def next(self, part: float, text: str) -> float:
         """Say what begins and count it as done afterwards; returns its seconds."""
-        self._tell(min(self._done, 0.99), text)
+        self._tell(self._done, text)
         self._done += part
         return part * self.grid.budget_s
 
@@ -218,24 +202,29 @@ class Bench:
 
     # -- links
 
-    def link(self, sizes: range, stride: int) -> Link:
+    def link(self, where: str, sizes: range, stride: int, part: float) -> Link:
         """Every collective in groups of 2, 4, 8... and all of ``sizes``, ``stride`` ranks apart.
 
-        Between machines (``stride`` > 1, or all of the world) the whole world is measured as one group too.
+        Where groups between machines have one rank of several in each, the whole world is measured as one group too.
         """
         counts = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
         plans = [(count, machine.groups(self.world, count, stride, sizes[-1])) for count in counts]
         if stride > 1:
             plans.append((self.world, [list(range(self.world))]))
+        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans)
         fits = []
         for count, ranks in plans:
             group, mine = _joined(ranks, self.rank)
             for kind in COLLECTIVES if count == 2 else COLLECTIVES[:-1]:
-                budget_s = self.next(LINKS / (6 * len(plans)), f"{kind} among {count}")
+                budget_s = self.next(part / cells, f"{kind} among {count}")
                 fits.append(self.collective(kind, count, group, mine, budget_s))
         pair = next(fit for fit in fits if fit.collective == "p2p")
-        name = f"{dist.get_backend()} {'inside' if stride == 1 else 'between'}"
-        return Link(name=name, bytes_per_s=pair.bytes_per_s, latency_s=pair.latency_s, fits=tuple(fits))
+        return Link(
+            name=f"{dist.get_backend()} {where} machines",
+            bytes_per_s=pair.bytes_per_s,
+            latency_s=pair.latency_s,
+            fits=tuple(fits),
+        )
 
     def collective(self, kind: Collective, count: int, group: Any, mine: list[int], budget_s: float) -> Fit:
         """One collective over the sizes that the budget allows, fitted."""
@@ -286,10 +275,15 @@ class Bench:
             dist.recv(whole, first, group=group)
             dist.send(whole, first, group=group)
 
-    def overlap(self) -> float:
-        """The factor by which products are slower while an all-reduce of the whole world runs, at least 1."""
+    def overlap(self, link: Link) -> float:
+        """The factor by which products are slower while an all-reduce of the whole world runs, at least 1.
+
+        ``link``: the widest, whose rate says how large a buffer keeps it busy for long enough.
+        """
         budget_s = self.next(SMALL, "products beside a collective")
-        whole = torch.zeros(min(self.grid.largest_bytes, 64 * 2**20) // 4, device=self.place)
+        rate = next(fit.bytes_per_s for fit in reversed(link.fits) if fit.collective == "all_reduce")
+        nbytes = min(self.grid.largest_bytes, int(rate * budget_s / 16))
+        whole = torch.zeros(max(nbytes // 4, 1), device=self.place)
         moving = self.largest(self.seconds(lambda: dist.all_reduce(whole), budget_s / 4))
         size = 4096 if self.place.type == "cuda" else 256
         x = torch.randn(size, size, device=self.place).to(DTYPES[self.grid.main_precision])

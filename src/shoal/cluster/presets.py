@@ -120,9 +120,14 @@ def _parts(name: str) -> tuple[str, str]:
 
 def _expanded(source: str) -> str:
     """A source with the addresses that its keys stand for."""
-    for key, address in _data()["sources"].items():
-        source = re.sub(rf"(?<![\w-]){key}: ?", lambda _, address=address: f"{address} ", source)
-    return re.sub(r"(/) (?=\w)", r"\1", source).strip()
+    addresses = _data()["sources"]
+    found = _keys().sub(lambda match: f"{addresses[match[1]]} ", source)
+    return re.sub(r"/ (?=\w)", "/", found).strip()
+
+
+@cache
+def _keys() -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w-])({'|'.join(_data()['sources'])}): ?")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rich.console
+import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shoal.cluster import cached, picture
 from shoal.cluster.facts import Cluster
 from shoal.cluster.grid import Grid, grid
-from shoal.cluster.measure import fingerprint
+from shoal.cluster.machine import processor
 from shoal.cluster.measure import measure as measure_world
 from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.launch.local import run_workers
@@ -69,6 +71,21 @@ def kept(workers: int | None = None) -> cached.Kept | None:
     """
     kind = device_kind()
     return cached.load(cache_folder(), fingerprint(kind, worker_count(workers, kind)))
+
+
+def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
+    """What a measurement depends on: another value of any of it makes a kept one another machine's."""
+    devices = (
+        [torch.cuda.get_device_name(number) for number in range(workers // nodes)] if kind == "cuda" else [processor()]
+    )
+    return {
+        "devices": ", ".join(dict.fromkeys(devices)),
+        "cores": str(os.cpu_count()),
+        "workers": str(workers),
+        "nodes": str(nodes),
+        "torch": torch.__version__,
+        "host": platform.node(),
+    }
 
 
 def cache_folder() -> Path:
