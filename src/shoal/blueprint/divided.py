@@ -7,6 +7,7 @@ allows is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
@@ -69,12 +70,13 @@ def _shape(blueprint: Blueprint, ref: Ref) -> tuple[int, ...]:
     return blueprint.values[ref.of].shape if isinstance(ref.of, int) else blueprint.parameter[ref.of].shape
 
 
-def _tensors(operation: Operation) -> list[Ref]:
+def tensors_of(operation: Operation) -> list[Ref]:
+    """Every tensor among an operation's arguments, in order."""
     return [*refs(operation.arguments), *refs(tuple(value for _, value in operation.keywords))]
 
 
 def _whole(blueprint: Blueprint, operation: Operation) -> Local:
-    taken = tuple(_shape(blueprint, ref) for ref in _tensors(operation))
+    taken = tuple(_shape(blueprint, ref) for ref in tensors_of(operation))
     return Local(taken, tuple(blueprint.values[value].shape for value in operation.gives), False, (), frozenset())
 
 
@@ -109,7 +111,7 @@ class _Replay:
 
     def operation(self, operation: Operation) -> Local:
         self.moves, self.gathered = [], set()
-        tensors = _tensors(operation)
+        tensors = tensors_of(operation)
         before = [self.split(ref) for ref in tensors]
         outcome = self.outcome(operation) if any(split is not None for split in before) else None
         targets: list[Split | None] = [None] * len(tensors)
@@ -167,8 +169,7 @@ class _Replay:
             if now is None or now != target:
                 self.enter(ref)
         if outcome.partial or outcome.how == "heads":
-            made = [value for value in operation.gives[:1]]
-            self.move("all_reduce", "forward", made)
+            self.move("all_reduce", "forward", operation.gives[:1])
             self.entered = None
 
     def enter(self, ref: Ref) -> None:
@@ -188,7 +189,7 @@ class _Replay:
         else:
             self.moves.append(Move("all_gather", "forward", self.blueprint.parameter[value].bytes, False))
 
-    def move(self, collective: Any, phase: Any, values: list[int]) -> None:
+    def move(self, collective: Any, phase: Any, values: Sequence[int]) -> None:
         for value in values:
             found = self.blueprint.values[value]
             self.moves.append(Move(collective, phase, found.bytes, value in self.of_input))

@@ -31,11 +31,13 @@ class Parameter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A storage that autograd keeps for backward. ``of``: the number of the value that lies in it, the name of the
-    parameter that it is a cast copy of, or None: an operation's own intermediate (statistics, probabilities)."""
+    """A storage that autograd keeps for backward. ``of``: the number of the value that lies in it or that it is a cast
+    copy of, the name of the parameter that it is such a copy of, or None: an operation's own intermediate (statistics,
+    probabilities)."""
 
     of: int | str | None
     bytes: int
+    numel: int
 
 
 class Operation(NamedTuple):
@@ -65,10 +67,11 @@ class Operation(NamedTuple):
 class Storage(NamedTuple):
     """A piece of memory in a forward, loss and backward. Moments count kernels: it is there from ``born`` to
     ``freed``, both included; ``used``: last by a kernel of the forward. ``operation``: whose forward or backward made
-    it. ``of``: the value that lies in it, the
-    parameter that it is a cast copy of (in backward: the gradient of), or None. ``kept``: autograd keeps it."""
+    it. ``of``: as in ``Kept``; in backward the parameter that it is the gradient of, or None. ``kept``: autograd keeps
+    it."""
 
     bytes: int
+    numel: int
     born: int
     freed: int
     used: int

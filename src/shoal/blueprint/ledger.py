@@ -15,12 +15,19 @@ from torch.utils.flop_counter import flop_registry
 
 from shoal.blueprint.facts import Storage, Timeline
 
+#: Operators whose second and third result are statistics of their input.
+NORMS = (
+    "aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten._native_batch_norm",
+    "aten.native_group_norm.default",
+)  # fmt: skip
+
 
 class Entry:
     """A storage under way: see ``facts.Storage``."""
 
-    def __init__(self, nbytes: int, born: int, operation: int) -> None:
-        self.bytes, self.born, self.operation = nbytes, born, operation
+    def __init__(self, tensor: Tensor, born: int, operation: int) -> None:
+        self.bytes, self.born, self.operation = tensor.untyped_storage().nbytes(), born, operation
+        self.numel = self.bytes // tensor.element_size()
         self.used = born
         self.freed: int | None = None
         self.of: int | str | None = None
@@ -54,9 +61,18 @@ class Ledger(TorchDispatchMode):
             self.operation = self._of_backward()
         if not self.backward:
             self._use(args)
+        if str(func).startswith(NORMS):
+            self._statistics(result)
         made = [self._see(tensor, func, args) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         self.launches += any(made) or func._schema.is_mutable
         return result
+
+    def _statistics(self, result: Any) -> None:
+        """A norm's mean and deviation are float32 where its input is narrower; the fake kernel says otherwise."""
+        for tensor in result[1:3]:
+            entry = self.entry(tensor)
+            if entry is not None:
+                entry.bytes = max(entry.bytes, 4 * tensor.numel())
 
     def _use(self, args: Any) -> None:
         """A kernel of the forward reads these."""
@@ -78,7 +94,7 @@ class Ledger(TorchDispatchMode):
         if key in self.held:
             return None
         if key not in self.live:
-            self.live[key] = Entry(storage.nbytes(), self.moment, self.operation)
+            self.live[key] = Entry(tensor, self.moment, self.operation)
             self.entries.append(self.live[key])
             self._watched.append(weakref.ref(storage, lambda _, key=key: self._end(key)))
         return self.live[key]
@@ -90,7 +106,9 @@ class Ledger(TorchDispatchMode):
             return False
         entry = self.entry(tensor)
         if entry is not None and func is torch.ops.aten._to_copy.default:
-            entry.of = self.held.get(args[0].untyped_storage()._cdata)
+            key = args[0].untyped_storage()._cdata
+            source = self.live.get(key)
+            entry.of = self.held.get(key, source.of if source and not self.backward else None)
         return True
 
     def _end(self, key: int) -> None:
@@ -132,6 +150,7 @@ class Ledger(TorchDispatchMode):
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: complete(name, p))
+        torch.clear_autocast_cache()  # as on leaving autocast, within which no backward runs
         self._backs = self._of_backward
         self.operation = len(self.sequence)
         loss.backward()
@@ -140,12 +159,10 @@ class Ledger(TorchDispatchMode):
         """All that was seen. What lives on at the end is freed there."""
         self._watched.clear()
         return Timeline(
-            tuple(
-                Storage(
-                    e.bytes, e.born, self.moment if e.freed is None else e.freed, e.used, e.operation, e.of, e.kept
-                )  # fmt: skip
-                for e in self.entries
-                if e.bytes
-            ),
+            tuple(self._storage(entry) for entry in self.entries if entry.bytes),
             tuple(self.forward), tuple(self.backward), tuple(self.gradients),
         )  # fmt: skip
+
+    def _storage(self, entry: Entry) -> Storage:
+        freed = self.moment if entry.freed is None else entry.freed
+        return Storage(entry.bytes, entry.numel, entry.born, freed, entry.used, entry.operation, entry.of, entry.kept)

@@ -189,7 +189,7 @@ class _Watcher(TorchFunctionMode):
             self.counted_flops -= _attention_flops(*(t.shape for t in taken[:3]))  # a kernel that the counter lacks
         moved = sum(t.numel() * t.element_size() for t in (*taken, *given))
         self.ledger.operation_ended(list(zip(gives, given, strict=True)))
-        kept = tuple(Kept(entry.of, entry.bytes) for entry in self.newly_kept)
+        kept = tuple(Kept(entry.of, entry.bytes, entry.numel) for entry in self.newly_kept)
         self.operations.append(Operation(
             name, self.stack[-1], reads, parameters, gives, arguments, keywords, in_place,
             flops - self.counted_flops, moved, sum(of.bytes for of in kept), kept, launches - self.counted_launches,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.blueprint.cut import carried_bytes, places
-from shoal.blueprint.divided import Divided, Local, divided, input_values
-from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
+from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
+from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
+from shoal.blueprint.kernels import on
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
@@ -34,12 +35,14 @@ def profile(
 ) -> Profile:
     """The profile of a model over ``tensor`` ranks. ``units``: paths of its units (pipeline/units.py).
 
-    ``precision`` must be the one that the blueprint was traced in. Raises ConfigError where no weight can be divided.
+    ``precision`` must be the one that the blueprint was traced in; ``kernels``: whose kept bytes to count
+    (blueprint/kernels.py). Raises ConfigError where no weight can be divided.
     """
     found = roles(blueprint, tensor) if tensor > 1 else None
     if found is not None and not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
+    blueprint = on(kernels, blueprint)
     made = _Maker(blueprint, units, found)
     blocks = made.blocks()
     flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
@@ -67,6 +70,9 @@ def _notes(blueprint: Blueprint, found: Roles | None) -> tuple[str, ...]:
         if whole:
             notes.append(f"{len(whole)} weights stay whole on every tensor rank, for example {whole[0]}")
     return tuple(notes)
+
+
+Pair = tuple[float, float]
 
 
 class _Span(NamedTuple):
@@ -97,51 +103,48 @@ class _Maker:
         starts[0] = 0
         return [_Span(path, begin, end) for path, begin, end in zip(paths, starts, ends, strict=True)]
 
-    def share(self, of: int | str | None, operation: int, nbytes: int) -> float:
-        """Which part of a storage this rank holds. ``operation``: whose forward or backward made or keeps it."""
+    def share(self, of: int | str | None) -> float:
+        """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
             return self.local.share(of)
-        if isinstance(of, str):
-            role = self.found.role[self.blueprint.parameter[of].name] if self.found else None
-            return 1 / self.local.degree if role and role.split else 1.0
-        local = self.local.operations[operation] if operation < len(self.operations) else None
-        return self._like(operation, nbytes)[0] if local is not None and local.divided else 1.0
+        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of is not None else None
+        return 1 / self.local.degree if role and role.split else 1.0
 
-    def _like(self, operation: int, nbytes: int) -> tuple[float, bool]:
-        """(share, whether it grows with samples) of an intermediate, as the operation's tensor that it looks like."""
-        op, values = self.operations[operation], self.blueprint.values
-        for value in (*op.gives, *op.reads):
-            if values[value].bytes == nbytes:
-                return self.local.share(value), value in self.of_input
-        for parameter in op.parameters:
-            if math.prod(self.blueprint.parameter[parameter].shape) in (nbytes // 2, nbytes // 4, nbytes // 8):
-                return self.share(parameter, operation, nbytes), False
-        split = any(value in self.local.splits for value in (*op.gives, *op.reads))
+    def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
+        """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
+        forward or backward made it, or whose forward keeps it."""
+        share, grows = self.share(of), isinstance(of, int) and of in self.of_input
+        if of is None and operation < len(self.operations):
+            share, grows = self.like(operation, numel, backward)
+        return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
+
+    def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:
+        """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
+        numbers, in backward also of its weights; else as all of them."""
+        op, local = self.operations[operation], self.local.operations[operation]
+        for value, shape in zip(op.gives, local.given, strict=True):
+            if math.prod(self.blueprint.values[value].shape) == numel:
+                return math.prod(shape) / max(numel, 1), value in self.of_input
+        for ref, shape in zip(tensors_of(op), local.taken, strict=True):
+            if isinstance(ref.of, int) and math.prod(self.blueprint.values[ref.of].shape) == numel:
+                return math.prod(shape) / max(numel, 1), ref.of in self.of_input
+        for name in op.parameters if backward else ():
+            if math.prod(self.blueprint.parameter[name].shape) == numel:
+                return self.share(name), False
+        split = local.divided and any(value in self.local.splits for value in (*op.gives, *op.reads))
         return (1 / self.local.degree if split else 1.0), bool(self.of_input.intersection((*op.gives, *op.reads)))
 
-    def grows(self, of: int | str | None, operation: int, nbytes: int) -> bool:
-        """Whether a storage grows with the samples."""
-        if isinstance(of, int):
-            return of in self.of_input
-        if isinstance(of, str) or operation >= len(self.operations):
-            return False
-        return self._like(operation, nbytes)[1]
-
-    def sized(self, storage: Storage) -> tuple[float, float]:
-        nbytes = storage.bytes * self.share(storage.of, storage.operation, storage.bytes)
-        grows = self.grows(storage.of, storage.operation, storage.bytes)
-        return (nbytes / self.samples, 0.0) if grows else (0.0, nbytes)
-
-    def kept(self, of: Kept, operation: int) -> tuple[float, float]:
-        nbytes = of.bytes * self.share(of.of, operation, of.bytes)
-        return (nbytes / self.samples, 0.0) if self.grows(of.of, operation, of.bytes) else (0.0, nbytes)
+    def storage(self, storage: Storage) -> Pair:
+        assert self.blueprint.timeline is not None
+        backward = storage.born > self.blueprint.timeline.forward[-1]
+        return self.sized(storage.of, storage.operation, storage.bytes, storage.numel, backward)
 
     def blocks(self) -> tuple[Block, ...]:
         held: list[Holding | None] = [None] * len(self.spans)
         if self.blueprint.timeline is not None:
             starts = [span.begin for span in self.spans]
             gradient = {p.name: self.bytes_of(p.name) for p in self.blueprint.parameters if p.trains}
-            found = holdings(self.blueprint.timeline, starts, self.sized, gradient)
+            found = holdings(self.blueprint.timeline, starts, self.storage, gradient)
             held = [h._replace(between=self.between(span)) for h, span in zip(found, self.spans, strict=True)]
         weights = self.weights()
         made = []
@@ -172,7 +175,7 @@ class _Maker:
 
     def bytes_of(self, name: str) -> float:
         parameter = self.blueprint.parameter[name]
-        return parameter.bytes * self.share(name, 0, 0)
+        return parameter.bytes * self.share(name)
 
     def home(self, name: str) -> int:
         """The block whose unit a parameter or buffer lies in; the first where it lies in none."""
@@ -191,7 +194,7 @@ class _Maker:
         for parameter in self.blueprint.parameters:
             if parameter.buffer:
                 continue
-            share = self.share(parameter.name, 0, 0)
+            share = self.share(parameter.name)
             dim = self.found.role[parameter.name].split if self.found else None
             rows = parameter.shape[0] if parameter.shape else 0
             rows = rows // self.local.degree if dim is not None and dim.dim == 0 else rows
@@ -221,7 +224,7 @@ class _Maker:
     def op(self, number: int) -> Op:
         """An operation for one sample."""
         of, local = self.operations[number], self.local.operations[number]
-        kept = [self.kept(storage, number) for storage in of.kept]
+        kept = [self.sized(each.of, number, each.bytes, each.numel, False) for each in of.kept]
         fixed = sum(self.bytes_of(name) for name in of.parameters)
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))

@@ -1,9 +1,9 @@
 """What a plan needs of each device's memory: the most over all moments of a step, by category. No torch.
 
 A step is played action by action, as the schedule orders them: each forward leaves its blocks' kept bytes, each
-backward takes them up again, and within a block its own moments (from_blueprint.py, or a formula's) come on top. Weights,
-gradients and buffers follow what the engine holds of them: whole flat buckets where weights are replicated, FSDP2's
-gathered units and reduce-scatter inputs where they are sharded (sharded.py).
+backward takes them up again, and within a block its own moments (from_blueprint.py, or a formula's) come on top.
+Weights, gradients and buffers follow what the engine holds of them (sharded.py): whole flat buckets where weights are
+replicated, FSDP2's gathered units and reduce-scatter inputs where they are sharded.
 """
 
 from __future__ import annotations

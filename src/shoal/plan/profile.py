@@ -22,8 +22,9 @@ ActivationAxis = Literal["tensor", "context", "expert"]
 class Op(NamedTuple):
     """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
     samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
-    ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are. ``backward``: backward FLOPs over forward FLOPs.
-    ``launches``: kernels started in the forward. ``precision``: where it is not the profile's.
+    ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are.
+    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward.
+    ``precision``: where it is not the profile's.
     """
 
     name: str
@@ -81,10 +82,13 @@ class Moment(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a block holds: each pair is (bytes per sample, fixed bytes). ``kept``: left by its forward until its
-    backward. ``passed``: of it, what later blocks read: all that is left where the block is recomputed. ``forward``
-    (``bare``: where nothing is kept for backward) and ``backward``: its moments that need most. ``between``: per sample,
-    gradients of what its weights' operations give, which wait where weights' gradients are worked out apart."""
+    """What a block holds: each pair is (bytes per sample, fixed bytes).
+
+    ``kept``: left by its forward until its backward. ``passed``: of it, what later blocks read: all that is left where
+    the block is recomputed. ``forward`` (``bare``: where nothing is kept for backward) and ``backward``: its moments
+    that need most. ``between``: per sample, gradients of what its weights' operations give, which wait where weights'
+    gradients are worked out apart.
+    """
 
     kept: tuple[float, float] = (0, 0)
     passed: tuple[float, float] = (0, 0)

@@ -1,4 +1,4 @@
-"""What a rank holds of weights, gradients and their collectives' buffers within a step, replicated or sharded. No torch.
+"""What a rank holds of weights, gradients and buffers of collectives within a step, replicated or sharded. No torch.
 
 Replicated weights: gradients lie in flat buckets, made once, and a weight's new gradient is copied into them as soon
 as it is complete (parallel/replicate/buckets.py). Sharded: FSDP2 as parallel/shard sets it up.
