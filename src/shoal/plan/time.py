@@ -1,23 +1,22 @@
 """Seconds of a step: compute by operation, what hides behind it, the pipeline's waits, the optimizer.
 
-A product takes the longest of its arithmetic, its memory traffic and its start (roofline, Williams et al. 2009,
-https://doi.org/10.1145/1498765.1498785). Collectives: collectives.py. Pipelines: simulate.py. What overlaps with what:
+Single operations: rates.py. Collectives: collectives.py. Pipelines: simulate.py. What overlaps with what:
 docs/planning.md, section Time.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from shoal.cluster.facts import Cluster, Device
+from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.profile import Block, Op, Profile
+from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
+from shoal.plan.rates import op_seconds, stream_seconds
 from shoal.plan.simulate import Event, StageTime, closed_form, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
@@ -71,8 +70,13 @@ class Prices:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         """``profile``: one rank's share of the model for one tensor, context and expert degree."""
         self.profile, self.cluster = profile, cluster
-        names_ = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
-        self._peaks = {name: peak_flops(cluster.device, name) for name in names_}
+        used = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
+        if missing := sorted(used - cluster.device.flops_per_s.keys()):
+            known = list(cluster.device.flops_per_s)
+            raise ConfigError(
+                f"{cluster.device.name} has no peak in {', '.join(missing)}, in which the model computes; "
+                f"{nearest(missing[0], known)}; choose another precision or add device.flops_per_s.{missing[0]}"
+            )
         names = list(dict.fromkeys(block.kind for block in profile.blocks))
         self._kind = [names.index(block.kind) for block in profile.blocks]
         self._sample = [profile.blocks[self._kind.index(kind)] for kind in range(len(names))]
@@ -140,9 +144,7 @@ class Prices:
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
-        seconds = [
-            op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops
-        ]
+        seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(side) for side in zip(*seconds, strict=True))
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
@@ -164,7 +166,7 @@ class Prices:
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
         nbytes = 2 * candidate.states.gradient * sum(weight.numel for weight in block.weights)
-        return nbytes / (self.cluster.device.memory_bytes_per_s * self.cluster.device.memory_share)
+        return stream_seconds(self.cluster.device, nbytes)
 
     def _traffic(self, block: Block, candidate: Candidate, phase: str) -> tuple[float, float, float]:
         found = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
@@ -272,7 +274,7 @@ class Prices:
         states, device = candidate.states, self.cluster.device
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
         nbytes = numel / candidate.mesh.shard * (states.gradient + 2 * (states.optimizer + states.weight))
-        return nbytes / (device.memory_bytes_per_s * device.memory_share)
+        return nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
 
 
 def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
@@ -288,26 +290,3 @@ def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0
         return sending
     hidden = min(max(0.0, sending - tail), computing)
     return sending - hidden + hidden * (slowdown - 1)
-
-
-def peak_flops(device: Device, precision: str) -> float:
-    """The device's peak in a precision. Raises ConfigError where it has none."""
-    if precision not in device.flops_per_s:
-        known = list(device.flops_per_s)
-        raise ConfigError(f"{device.name} has no peak in {precision!r}; {nearest(precision, known)}")
-    return device.flops_per_s[precision]
-
-
-def op_seconds(op: Op, micro_batch: float, device: Device, peak: float) -> tuple[float, float]:
-    """Seconds of forward and backward for ``micro_batch`` samples."""
-    moved = (op.moved_bytes * micro_batch + op.fixed_bytes) / (device.memory_bytes_per_s * device.memory_share)
-    if op.kind == "memory":
-        return moved, moved * op.backward
-    share = device.attention_share
-    if op.kind == "matmul":
-        half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
-        share = device.matmul_share * math.prod(
-            size / (size + half) for size in (op.m * micro_batch, op.k, op.n) if size + half
-        )
-    arithmetic = op.flops * micro_batch / (peak * share)
-    return max(arithmetic, moved), max(arithmetic, moved) * op.backward
