@@ -15,7 +15,8 @@ from shoal.plan import balance
 from shoal.plan.candidate import States
 from shoal.plan.search import Found, Search
 from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
-from shoal.plan.transformer import Shape, profile
+from shoal.plan.shapes import Shape, Split
+from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +40,7 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
 
 def search(on: Cluster, batch: int = 8, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-    return Search(lambda degree, sequence: profile(shape, tokens, tensor=degree), on, question)
+    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree)), on, question)
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
@@ -74,7 +75,7 @@ def test_the_search_finds_what_pricing_every_plan_finds(memory: float) -> None:
     )
     assert len(result.best) == min(5, len(expected))
     assert {str(f.candidate.mesh) for f in result.best} == {str(f.candidate.mesh) for f in expected[: len(result.best)]}
-    assert result.priced < result.asked / 2
+    assert result.priced < 0.6 * result.asked
 
 
 def test_plans_that_are_found_fit_their_devices() -> None:
@@ -160,10 +161,10 @@ def test_cuts_leave_each_stage_its_memory() -> None:
 
 def test_a_stage_that_is_too_full_gives_blocks_to_those_behind_it() -> None:
     of = search(cluster(2, 80e9, node=2), batch=16)
-    core = Core(2, 1, False, 1, 1, 16, "gpipe", 1, "none")
-    spread, starts = Spread(1, 1, 3, False), of.starts(core)
+    core = Core(2, 1, False, 1, 1, 16, "1f1b", 1, "none")
+    spread, starts = Spread(1, 1, 3, False), (0, 1)  # nearly all on the second rank
     free, memory = of.fitted(core, spread, starts)
-    of.usable_bytes = memory.total_bytes * 0.97
+    of.usable_bytes = memory.total_bytes * 0.9
     moved = of.fitted(core, spread, starts)
     assert moved is not None and moved[0].starts != free.starts
     assert moved[1].total_bytes <= of.usable_bytes

@@ -17,7 +17,6 @@ from shoal.plan.plan import Plan
 from shoal.plan.profile import Profile
 from shoal.plan.search import USABLE, Found, Profiles, Search
 from shoal.plan.space import LEAST_TENSOR, Core, Question, Spread
-from shoal.plan.time import peak_flops
 from shoal.plan.untraced import states_alone
 
 #: Memory with which nothing binds, as a multiple of the device's.
@@ -43,7 +42,7 @@ class Planned:
 
     def __post_init__(self) -> None:
         whole = next(iter(self.search.profiles.values()))
-        peak = peak_flops(self.cluster.device, self.question.precision)
+        peak = self.cluster.device.flops_per_s[self.question.precision]  # priced already, so it is there
         self.work = Work(self.sketch.name, self.sketch.parameters, whole.tokens, whole.model_flops, peak)
 
     @property
