@@ -182,7 +182,9 @@ def test_divisors_of_large_numbers() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world, batch, shape, most_s", [(1024, 1024, LLAMA_70B, 10.0), (16384, 2048, LLAMA_405B, 30.0)])
+@pytest.mark.parametrize(
+    "world, batch, shape, most_s", [(1024, 1024, LLAMA_70B, 10.0), (16384, 2048, LLAMA_405B, 30.0)]
+)
 def test_large_worlds_are_searched_in_seconds(world: int, batch: int, shape: Shape, most_s: float) -> None:
     on = presets.find("h100", world)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
