@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 def places(blueprint: Blueprint, units: Sequence[str]) -> list[Place]:
     """Every unit that the traced forward came to, at its first call."""
-    unit_of = [next((u for u in units if inside(op.module, u)), None) for op in blueprint.operations]
+    unit_of = owners(blueprint, units)
     starts: dict[str, int] = {}
     for number, unit in enumerate(unit_of):
         if unit is not None and unit not in starts:
@@ -32,6 +32,17 @@ def places(blueprint: Blueprint, units: Sequence[str]) -> list[Place]:
     return [
         Place(unit, cost, carried_bytes(blueprint, starts[unit])) for unit, cost in zip(ordered, flops, strict=True)
     ]
+
+
+def owners(blueprint: Blueprint, units: Sequence[str]) -> list[str | None]:
+    """The unit that each operation of the forward lies in."""
+    known, found = set(units), {}
+    for module in {op.module for op in blueprint.operations}:
+        path = module
+        while path not in known and path:
+            path = path.rpartition(".")[0]
+        found[module] = path if path in known else None
+    return [found[op.module] for op in blueprint.operations]
 
 
 def carried_bytes(blueprint: Blueprint, at: int) -> int:
