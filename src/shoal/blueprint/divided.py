@@ -29,7 +29,7 @@ class Move(NamedTuple):
 
 class Local(NamedTuple):
     """An operation on one rank. ``taken``, ``given``: shapes of the tensors among its arguments, and of its results.
-    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values of which it makes a whole copy."""
+    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values that it copies whole."""
 
     taken: tuple[tuple[int, ...], ...]
     given: tuple[tuple[int, ...], ...]
