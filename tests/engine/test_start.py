@@ -242,7 +242,8 @@ class Keeping(nn.Module):
 
 
 STRANGE = {
-    Reading: "DataDependentOutput", Guarding: "DataDependentOutput", Seeding: "sets a seed of its own", Generating: "a generator of its own",
+    Reading: "DataDependentOutput", Guarding: "DataDependentOutput",
+    Seeding: "sets a seed of its own", Generating: "a generator of its own",
     Changing: "changes, or looks into, a tensor", Elsewhere: "makes tensors on meta",
     Threading: "works in threads", Thin: "not dense", Keeping: "kept beside its modules",
 }  # fmt: skip
