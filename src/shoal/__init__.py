@@ -32,7 +32,7 @@ _HOME = {
     "warmup_cosine": "shoal.engine.lr_schedule",
     "warmup_linear": "shoal.engine.lr_schedule",
 }
-_MODULES = {"plan": "shoal.plan", "plan": "shoal.plan", "checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
+_MODULES = {"plan": "shoal.plan", "checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
 __all__ = [
     "Job",
     "Loss",
