@@ -14,8 +14,8 @@ from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
 from shoal.plan.search import Found, Search
-from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
 from shoal.plan.shapes import Shape, Split
+from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
