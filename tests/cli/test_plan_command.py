@@ -166,8 +166,8 @@ def test_bad_input_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, give
 
 def test_no_plan_divides_a_batch_that_is_too_small(saved: Path) -> None:
     sketch = Sketch.read(saved / "blueprint.json").model_copy(update={"global_batch": 1})
-    found = answer(sketch, find_cluster("h100", 64))
-    assert not found.best and "No plan divides: 64 ranks cannot share out" in "\n".join(found.sentences())
+    found = answer(sketch, find_cluster("h100", 128))
+    assert not found.best and "No plan divides: 128 ranks cannot share out" in "\n".join(found.sentences())
 
 
 def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) -> None:
