@@ -37,7 +37,8 @@ class Job(shoal.Job):
 
     def model(self):
         if self.weights:
-            return AutoModelForCausalLM.from_pretrained(self.weights, local_files_only=True, use_cache=False)
+            known = AutoConfig.from_pretrained(self.weights, local_files_only=True, use_cache=False)
+            return AutoModelForCausalLM.from_config(known)
         sizes = {
             "vocab_size": self.vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers, "use_cache": False,
             "num_attention_heads": self.heads, "max_position_embeddings": self.context, "tie_word_embeddings": False,
@@ -51,6 +52,9 @@ class Job(shoal.Job):
         if getattr(known, "head_dim", None):
             sizes["head_dim"] = self.width // self.heads
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **sizes))
+
+    def init_from(self):
+        return self.weights or None  # read straight into each worker's part of the model
 
     def data(self):
         return TextBytes(stdlib_files(held_out=False), self.context)

@@ -10,6 +10,7 @@ from tests.harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shoal.blueprint.positions import shared_positions
 from shoal.blueprint.roles import Roles, roles
 from shoal.blueprint.trace import trace
 from shoal.parallel.tensor.apply import Layout, apply
@@ -39,8 +40,16 @@ def built(case: Case) -> nn.Module:
 
 def found_roles(case: Case, degree: int, overrides: dict[str, str] | None = None) -> tuple[Any, Roles]:
     """The blueprint and the roles."""
-    blueprint = trace(built(case), (), case.inputs())
+    inputs = case.inputs()
+    blueprint = trace(built(case), (), inputs, samples=len(next(iter(inputs.values()))))
     return blueprint, roles(blueprint, degree, overrides)
+
+
+def full_tensor(layout: Layout, name: str, local: Tensor | None = None) -> Tensor:
+    """Collective. The whole parameter, or the whole of another tensor that is divided like it."""
+    split = layout.split(name)
+    local = (layout.model.get_parameter(name) if local is None else local).detach()
+    return local.clone() if split is None else layout.group.gathered(local, split)
 
 
 def train(case: Case, model: nn.Module, layout: Layout | None = None, steps: int = 3) -> Trained:
@@ -57,9 +66,9 @@ def train(case: Case, model: nn.Module, layout: Layout | None = None, steps: int
         loss.backward()
         losses.append(loss.item())
         full = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        grads.append({n: layout.full_tensor(n, g) if layout else g.clone() for n, g in full.items()})
+        grads.append({n: full_tensor(layout, n, g) if layout else g.clone() for n, g in full.items()})
         optimizer.step()
-    weights = {n: layout.full_tensor(n) if layout else p.detach().clone() for n, p in model.named_parameters()}
+    weights = {n: full_tensor(layout, n) if layout else p.detach().clone() for n, p in model.named_parameters()}
     return Trained(losses, grads, weights)
 
 
@@ -70,14 +79,22 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, s
     return max((float((found[n] - t).abs().max()) / max(float(t.abs().max()), floor), n) for n, t in wanted.items())
 
 
-def hold(case: Case, degree: int, overrides: dict[str, str] | None = None) -> tuple[float, float, dict[str, int]]:
-    """Train both ways; (largest error, share of bytes divided, unplanned gathers). Every rank must agree."""
+def hold(
+    case: Case, degree: int, overrides: dict[str, str] | None = None, sequence: bool = False
+) -> tuple[float, float, dict[str, int]]:
+    """Train both ways; (largest error, share of bytes divided, unplanned gathers). Every rank must agree.
+
+    ``sequence``: positions are shared out between the tensor regions.
+    """
     wanted = train(case, built(case))
 
     def rank(rank: int) -> tuple[float, float, dict[str, int], str]:
         blueprint, found = found_roles(case, degree, overrides)
         model = built(case)
-        layout = apply(model, blueprint, found, init_device_mesh("cpu", (degree,), mesh_dim_names=("tensor",)))
+        mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tensor",))
+        positions = shared_positions(blueprint, found).layers if sequence else {}
+        assert bool(positions) == sequence
+        layout = apply(model, blueprint, found, mesh, positions)
         trained = train(case, model, layout)
         worst = max(
             *(abs(a - b) / abs(b) for a, b in zip(trained.losses, wanted.losses, strict=True)),

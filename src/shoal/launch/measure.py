@@ -73,6 +73,21 @@ def kept(workers: int | None = None) -> cached.Kept | None:
     return cached.load(cache_folder(), fingerprint(kind, worker_count(workers, kind)))
 
 
+def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
+    """What a measurement depends on: another value of any of it makes a kept one another machine's."""
+    devices = (
+        [torch.cuda.get_device_name(number) for number in range(workers // nodes)] if kind == "cuda" else [processor()]
+    )
+    return {
+        "devices": ", ".join(dict.fromkeys(devices)),
+        "cores": str(os.cpu_count()),
+        "workers": str(workers),
+        "nodes": str(nodes),
+        "torch": torch.__version__,
+        "host": platform.node(),
+    }
+
+
 def kept_quickly(workers: int) -> cached.Kept | None:
     """What ``quickly`` kept, a stand-in until the machine is measured in full; None where it did not."""
     return cached.load(cache_folder(), _quick_fingerprint(workers))
@@ -87,21 +102,6 @@ def quickly(workers: int) -> cached.Kept:
 
 def _quick_fingerprint(workers: int) -> dict[str, str]:
     return {**fingerprint(device_kind(), workers), "quick": "yes"}
-
-
-def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
-    """What a measurement depends on: another value of any of it makes a kept one another machine's."""
-    devices = (
-        [torch.cuda.get_device_name(number) for number in range(workers // nodes)] if kind == "cuda" else [processor()]
-    )
-    return {
-        "devices": ", ".join(dict.fromkeys(devices)),
-        "cores": str(os.cpu_count()),
-        "workers": str(workers),
-        "nodes": str(nodes),
-        "torch": torch.__version__,
-        "host": platform.node(),
-    }
 
 
 def cache_folder() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -63,6 +64,7 @@ def work(entry: Callable[[World], int], world: World, folder: Path, launcher: in
         _end(1)
     sys.stdout.flush()
     _write(done_path(folder, world.rank), str(code))
+    gc.freeze()  # a fresh interpreter would look through all modules once more before it ends
     return code
 
 
@@ -87,6 +89,17 @@ def register_stacks(folder: Path, rank: int) -> None:
     global _stack_file
     _stack_file = stack_path(folder, rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=True)
+
+
+def own_frames(stacks: str) -> str:
+    """faulthandler's text (most recent call first) without what a forked rank has below it of its launcher's calls."""
+    kept, below = [], False
+    for line in stacks.rstrip().splitlines():
+        below = below and line.startswith("  File")
+        if not below:
+            kept.append(line)
+        below = below or (line.endswith(" in work") and f'"{__file__}"' in line)
+    return "\n".join(kept)
 
 
 def leave_error(path: Path, rank: int, error: BaseException) -> None:

@@ -7,36 +7,29 @@ buckets, hooks and ties see a plain, smaller parameter. While a module runs that
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.positions import Positions
 from shoal.blueprint.roles import Roles
-from shoal.blueprint.split import Split, spans
+from shoal.blueprint.split import Split
 from shoal.blueprint.structures import mapped
 from shoal.core.errors import ModelError
-from shoal.parallel.tensor.moves import Group, assembled, part_of
-from shoal.parallel.tensor.part import marked, plain
-
-
-class Piece(NamedTuple):
-    """A block of a parameter that this rank holds: where it lies in the rank's tensor, and in the whole one."""
-
-    local: tuple[slice, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+from shoal.parallel.tensor.moves import Group, part_of
+from shoal.parallel.tensor.part import Part, marked, plain
 
 
 class Layout:
-    """How a model's parameters lie over a tensor group, whole tensors in and out, and sums that count each once."""
+    """How a model's parameters lie over a tensor group."""
 
-    def __init__(self, model: nn.Module, roles: Roles, group: Group) -> None:
-        self.model, self.roles, self.group = model, roles, group
+    def __init__(self, model: nn.Module, roles: Roles, group: Group, positions: Mapping[str, Positions]) -> None:
+        self.model, self.roles, self.group, self.positions = model, roles, group, positions
         names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self.first = {name: names[id(p)] for name, p in every}
@@ -46,71 +39,16 @@ class Layout:
         """How a parameter is divided."""
         return self.roles.role[self.first[name]].split
 
-    def pieces(self, name: str) -> list[Piece]:
-        """The blocks of the whole parameter that this rank holds."""
-        shape, split = self.whole[self.first[name]], self.split(name)
-        if split is None:
-            return [Piece(tuple(slice(0, size) for size in shape), (0,) * len(shape), shape)]
-        found = []
-        for at, here, length in spans(split, self.group.degree, self.group.rank):
-            local = tuple(slice(here, here + length) if d == split.dim else slice(0, s) for d, s in enumerate(shape))
-            offsets = tuple(at if d == split.dim else 0 for d in range(len(shape)))
-            found.append(Piece(local, offsets, tuple(s.stop - s.start for s in local)))
-        return found
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor shaped as the whole parameter (a weight, a gradient, an optimizer's state)."""
-        split = self.split(name)
-        return whole if split is None else part_of(whole, split, self.group)
-
-    def full_tensor(self, name: str, local: Tensor | None = None) -> Tensor:
-        """Collective. The whole parameter, or the whole of another tensor that is divided like it."""
-        split = self.split(name)
-        local = (self.model.get_parameter(name) if local is None else local).detach()
-        if split is None:
-            return local.clone()
-        local = local.contiguous()
-        parts = [torch.empty_like(local) for _ in range(self.group.degree)]
-        dist.all_gather(parts, local, group=self.group.ranks)
-        return assembled(parts, split, self.group.degree)
-
-    @torch.no_grad()
-    def load_full(self, name: str, whole: Tensor) -> None:
-        """Set a parameter from the whole tensor; one on meta is made, under all its names. Raises ModelError where the
-        shape is another."""
-        wanted = self.whole[self.first[name]]
-        if tuple(whole.shape) != wanted:
-            raise ModelError(
-                f"parameter {name!r} has the shape {wanted}, found {tuple(whole.shape)}; load its own tensor"
-            )
-        parameter, part = self.model.get_parameter(name), self.part(name, whole)
-        if not parameter.is_meta:
-            parameter.copy_(part)
-            return
-        made = nn.Parameter(part.to(parameter.dtype, copy=True), parameter.requires_grad)
-        for other, first in self.first.items():
-            if first == self.first[name]:
-                owner, _, leaf = other.rpartition(".")
-                setattr(self.model.get_submodule(owner), leaf, made)
-
-    def share(self, name: str) -> float:
-        """What this rank's values of a parameter (or gradient) count in a sum over the group: 1, or 1 / ranks."""
-        return 1.0 if self.split(name) is not None else 1.0 / self.group.degree
-
-    def squared_norm(self, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's share of the gradients' squared norm (float64): summed over the group, each counts once."""
-        shares = [
-            torch.linalg.vector_norm(p.grad, dtype=dtype).double() ** 2 * self.share(name)
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        ]
-        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
-
-
-def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh) -> Layout:
+def apply(
+    model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh,
+    positions: Mapping[str, Positions] | None = None,
+) -> Layout:  # fmt: skip
     """Divide ``model`` in place. Call it before the optimizer is made. Gradients need no further sum afterwards.
 
-    ``mesh``: one dimension, of as many ranks as ``roles`` are for. Raises ModelError where it is another.
+    ``mesh``: one dimension, of as many ranks as ``roles`` are for. ``positions``: layers of which a rank keeps its
+    positions of the results (sequence parallelism), by the weight's first name. Raises ModelError where the mesh is
+    another.
     """
     if mesh.ndim != 1 or mesh.size() != roles.degree:
         raise ModelError(
@@ -120,13 +58,13 @@ def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh
     group = Group(mesh.get_group(), roles.degree, mesh.get_local_rank())
     parameters = dict(model.named_parameters())
     _check(roles, {name: tuple(p.shape) for name, p in parameters.items()})
-    layout = Layout(model, roles, group)
+    layout = Layout(model, roles, group, positions or {})
     for name, parameter in parameters.items():
         split = roles.role[name].split
         if split is not None:
             parameter.data = part_of(parameter.data, split, group).clone(memory_format=torch.contiguous_format)
     _show(model, blueprint, layout)
-    model.register_forward_hook(_whole_outputs)
+    model.register_forward_hook(_outputs)
     return layout
 
 
@@ -147,7 +85,7 @@ def _check(roles: Roles, shapes: dict[str, tuple[int, ...]]) -> None:
 class _Shown:
     """Hooks of a module that reads divided parameters: while it runs, their attributes are parts."""
 
-    def __init__(self, reads: list[tuple[nn.Module, str, Split]], group: Group) -> None:
+    def __init__(self, reads: list[tuple[nn.Module, str, Split, Positions | None]], group: Group) -> None:
         self.reads, self.group = reads, group
         self.before: list[list[Any]] = []
 
@@ -155,13 +93,13 @@ class _Shown:
         """Before the module's forward."""
         self.group.running += 1
         saved = []
-        for owner, leaf, split in self.reads:
+        for owner, leaf, split, positions in self.reads:
             parameter = owner._parameters[leaf]
             if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
                 continue  # sharded over another axis: whole again when its own module runs
             saved.append((owner, leaf, owner.__dict__.get(leaf)))
             with torch._C.DisableTorchFunction():  # no operation of the model's own
-                part = marked(parameter.view_as(parameter), split, self.group)
+                part = marked(parameter.view_as(parameter), split, self.group, positions)
                 part._stands_for_parameter = True  # type: ignore[attr-defined]
             owner.__dict__[leaf] = part
         self.before.append(saved)
@@ -171,6 +109,8 @@ class _Shown:
         if not self.before:
             return
         self.group.running -= 1
+        if not self.group.running:
+            self.group.entered = None  # nothing reads it again, and it may be large
         for owner, leaf, part in reversed(self.before.pop()):
             if part is None:
                 owner.__dict__.pop(leaf, None)
@@ -198,13 +138,21 @@ def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
         shown = []
         for name in (name for first in firsts for name in names[first]):
             owner, _, leaf = name.rpartition(".")
-            shown.append((model.get_submodule(owner), leaf, layout.split(name)))
+            shown.append(
+                (model.get_submodule(owner), leaf, layout.split(name), layout.positions.get(layout.first[name]))
+            )
         hooks = _Shown(shown, layout.group)
         module = model.get_submodule(path)
         module.register_forward_pre_hook(hooks.enter)
         module.register_forward_hook(hooks.leave, always_call=True)
 
 
-def _whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Collective where an output is a part. What leaves the model is whole."""
-    return mapped(plain, output)
+def _outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Collective where an output is a part. What leaves the model is whole, but for what is split along its last
+    dimension: a head's logits stay parts, so that a loss of them need not gather them."""
+
+    def left(tensor: Tensor) -> Tensor:
+        logits = isinstance(tensor, Part) and tensor._split.dim == tensor.dim() - 1
+        return tensor if logits else plain(tensor)
+
+    return mapped(left, output)
