@@ -53,7 +53,7 @@ class Divided(NamedTuple):
 
 
 def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool = False) -> Divided:
-    """Every operation as one rank runs it; without roles as one device does. ``sequence_parallel``: between regions each
+    """Every operation as one rank runs it; without roles as one device does. ``sequence_parallel``: between regions a
     rank has its positions, wherever positions.py finds that they can be shared out."""
     if roles is None:
         every = [*blueprint.operations, *blueprint.loss]
