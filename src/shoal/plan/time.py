@@ -229,7 +229,7 @@ class Prices:
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
         backward = sum(works[stage].backward.total for stage in mine)
         forward = sum(works[stage].forward.total for stage in mine)
-        unit = max(self._numel) * states.sent if candidate.shard_level > 1 else 0.0
+        unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
         bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
         if candidate.shard_level == 3 and shard.ranks > 1:
