@@ -181,5 +181,7 @@ def test_a_pipeline_without_a_schedule_and_a_precision_without_a_peak_are_refuse
     made = profile(GPT, 512)
     with pytest.raises(ConfigError, match="pipeline=2 and no schedule; name one"):
         price(made, lone(Mesh(pipeline=2), starts=(0, 5)), CLUSTER)
-    with pytest.raises(ConfigError, match="d has no peak in fp32, in which the model computes.*add device.flops_per_s.fp32"):
+    with pytest.raises(
+        ConfigError, match="d has no peak in fp32, in which the model computes.*add device.flops_per_s.fp32"
+    ):
         price(profile(GPT, 512, precision="fp32"), lone(), CLUSTER)

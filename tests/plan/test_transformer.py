@@ -23,7 +23,9 @@ def kept(block):
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [(LLAMA_8B, 8.03), (GPT, 0.355), (DEEPSEEK, 671.0), (MIXTRAL, 46.7)], ids=lambda v: str(v)[:12]
+    ("shape", "billions"),
+    [(LLAMA_8B, 8.03), (GPT, 0.355), (DEEPSEEK, 671.0), (MIXTRAL, 46.7)],
+    ids=lambda v: str(v)[:12],
 )
 def test_parameters_are_the_published_ones(shape, billions):
     assert profile(shape, 1024).parameters / 1e9 == pytest.approx(billions, rel=0.006)
@@ -110,7 +112,9 @@ def test_single_mixers_windows_and_kinds():
     every_second = LLAMA_8B._replace(window=128)
     kinds = [block.kind for block in profile(every_second, S).blocks[1:5]]
     assert kinds == ["dense", "dense-window"] * 2
-    flops = [sum(op.flops for op in block.ops if op.kind == "attention") for block in profile(every_second, S).blocks[1:3]]
+    flops = [
+        sum(op.flops for op in block.ops if op.kind == "attention") for block in profile(every_second, S).blocks[1:3]
+    ]
     assert flops[1] == pytest.approx(flops[0] * 128 / (S / 2))
     names = [w.name for block in profile(LLAMA_8B, S).blocks for w in block.weights]
     assert len(set(names)) == len(names)
