@@ -181,6 +181,15 @@ def shown(value):
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def text_of(one):
+    alarms, steps = shown(one["false_alarms"]), (shown(one["step_median"]), shown(one["step_mean"]))
+    return (
+        f"{one['file']}: {one['rows']} rows, {one['predicted']} steps predicted: median {steps[0]}, mean {steps[1]}; "
+        f"memory of {one['memory_rows']}: {shown(one['memory_median'])}; out of memory {one['oom_rows']}: "
+        f"{shown(one['oom_recognised'])} recognised, false alarms {alarms}; skipped {one['skipped']}"
+    )
+
+
 def main():
     options = arguments()
     paths = sorted(options.data.glob("*.csv"))
@@ -193,12 +202,7 @@ def main():
                 continue  # another kind of table
         files.append(summary(path, options.rows))
         one = files[-1]
-        print(
-            f"{one['file']}: {one['rows']} rows, {one['predicted']} steps predicted: median "
-            f"{shown(one['step_median'])}, mean {shown(one['step_mean'])}; memory of {one['memory_rows']}: {shown(one['memory_median'])}; out of "
-            f"memory {one['oom_rows']}: {shown(one['oom_recognised'])} recognised, false alarms "
-            f"{shown(one['false_alarms'])}; skipped {one['skipped']}"
-        )
+        print(text_of(one))
     if options.json:
         print(json.dumps({"files": files}))
 

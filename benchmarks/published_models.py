@@ -52,7 +52,7 @@ MODELS = {
                        experts=Experts(32, 4, 2880)),
     # https://arxiv.org/abs/2005.14165, table 2.1
     "gpt3175b": Shape("GPT-3 175B", 96, 12288, 96, 96, 49152, 51200, gated=False, learned=2048),
-    # https://github.com/NVIDIA/Megatron-LM tests/functional_tests/test_cases/nemotron (layers, widths, experts, pattern);
+    # https://github.com/NVIDIA/Megatron-LM tests/functional_tests/test_cases/nemotron (widths, experts, pattern);
     # Mamba-2 as in https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json
     "nemotron3nano": Shape("Nemotron-3-Nano", 52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=False, pattern=NANO,
                            experts=Experts(128, 6, 1856, 3712), mamba=Mamba(4096, 128, 8, 64)),
