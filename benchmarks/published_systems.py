@@ -1,4 +1,4 @@
-"""What published training systems do apart from their plans, and which hardware a row names: all constants in one place.
+"""What published training systems do apart from their plans, and which hardware a row names: all constants.
 
 Every constant is a property of the software as it was released, with how it was found; docs/planning.md lists them with
 the errors that they leave. Nothing here depends on a file or a row.
@@ -34,9 +34,9 @@ class System(NamedTuple):
     first_word: tuple[str, ...] = ()
 
 
-#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: eight kernels each, most
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
 #: of them in float32.
-_EAGER = Software(activation=5, activation_kept=3, norm=18, norm_kept=2, rope=14)
+_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
 _COMPILED = Software()
 SYSTEMS = (
     System(
@@ -101,7 +101,7 @@ def device_name(row) -> str:
 
 @cache
 def hardware(name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int) -> Cluster:
-    """``world`` devices of a preset, ``per_node`` to a node whose network carries ``node_bytes_per_s`` (None: usual)."""
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual."""
     base = preset(f"{name}-efa" if efa and name != "gb200" else name)
     if name.startswith("gb"):
         per_node = NVL72

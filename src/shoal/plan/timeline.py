@@ -25,7 +25,7 @@ WIDTH, LANE, LEFT = 1200, 26, 70
 
 
 class Span(NamedTuple):
-    """What the rank at pipeline coordinate ``rank`` does from ``start_s`` to ``end_s``; ``parts``: of it, in seconds."""
+    """What pipeline coordinate ``rank`` does from ``start_s`` to ``end_s``; ``parts``: of it, in seconds."""
 
     rank: int
     kind: str
