@@ -40,7 +40,7 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
 
 def search(on: Cluster, batch: int = 8, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree)), on, question)
+    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree, sequence)), on, question)
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
@@ -124,7 +124,7 @@ def test_a_bound_is_never_above_the_price() -> None:
     of = search(cluster(4))
     for core in of.cores()[::5]:
         starts = of.starts(core)
-        cost = of.prices[core.tensor, False].price(of.fitted(core, Spread(core.data, 1, 3, False), starts)[0])
+        cost = of.prices[core.tensor, core.sequence_parallel].price(of.fitted(core, Spread(core.data, 1, 3, False), starts)[0])
         assert of.bound(core) <= cost.step_s * (1 + 1e-9)
 
 

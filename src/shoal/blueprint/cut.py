@@ -47,9 +47,7 @@ def owners(blueprint: Blueprint, units: Sequence[str]) -> list[str | None]:
 
 def carried_bytes(blueprint: Blueprint, at: int) -> int:
     """Bytes of the values that depend on parameters, are there before operation ``at``, and are read from it on."""
-    made = {value for op in blueprint.operations[:at] for value in op.gives}
-    read = {value for op in blueprint.operations[at:] for value in op.reads} | set(blueprint.outputs)
-    return sum(blueprint.values[value].bytes for value in made & read if blueprint.values[value].of_model)
+    return blueprint.carried_bytes[at]
 
 
 def cut(blueprint: Blueprint, units: Sequence[str], stages: int) -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """``shoal verify FILE [field=value ...] (--mesh | --plan | --world)``: does a layout compute what one device does?"""
 
-import inspect
 import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.train import flags_of
+from shoal.cli.flags import File, Json, Overrides, with_flags
+from shoal.cli.loading import loading
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
 #: Settings of the run that count here, with what is said of their defaults where it is not the run's own.
@@ -18,20 +18,19 @@ FLAGS = {
 
 
 def command(
-    file: Annotated[str, typer.Argument(help="Python file with a Job", metavar="FILE")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="fields of the job", metavar="[FIELD=VALUE ...]")
-    ] = None,
+    file: File,
+    overrides: Overrides = None,
     *,
     world: Annotated[
         int | None, typer.Option(help="every way to lay out so many ranks over pipeline, replicate, shard, tensor")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 where nothing is different or broken, else 1."""
-    from shoal.core.errors import ShoalError
-    from shoal.verify import verify_file
+    with loading():
+        from shoal.core.errors import ShoalError
+        from shoal.verify import verify_file
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -48,9 +47,4 @@ def command(
     raise SystemExit(not report.ok)
 
 
-_signature = inspect.signature(command)
-_flags = flags_of(FLAGS)
-command.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # typer reads flags from the signature
-    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags
-)
-command.__annotations__.update({p.name: p.annotation for p in _flags})
+with_flags(command, FLAGS)

@@ -21,6 +21,9 @@ from shoal.plan.untraced import states_alone
 
 #: Memory with which nothing binds, as a multiple of the device's.
 _ROOMY = 1000
+#: Of models with more operations tensor parallelism is looked at with sequence parallelism alone, where that works: it
+#: holds less, sends as much, and each way takes seconds to work out.
+MANY = 2000
 
 
 @dataclass
@@ -154,6 +157,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
     return Question(
         world=cluster.world, global_batch=global_batch or sketch.global_batch, precision=sketch.precision,
         states=States(weight=wide, gradient=wide, optimizer=sketch.optimizer_bytes),
+        thorough=len(sketch.blueprint.operations) < MANY,
         most_tensor=max(cluster.devices_per_node, LEAST_TENSOR) if sketch.blueprint.operations else 1,
     )  # fmt: skip
 

@@ -73,10 +73,12 @@ class Search:
         self.profiles: dict[tuple[int, bool], Profile] = {}
         self.refused: dict[int, str] = {}
         for degree, sequence in degrees(question):
+            if (degree, True) in self.profiles and not question.thorough:
+                continue
             made = profiles(degree, sequence)
             if isinstance(made, Profile):
                 self.profiles[degree, sequence] = made
-            else:
+            elif not sequence:
                 self.refused[degree] = made
         self.prices = {key: Prices(made, cluster) for key, made in self.profiles.items()}
         self._passes: dict[tuple, np.ndarray] = {}
