@@ -1,6 +1,7 @@
 # The whole set-up on a machine with Python: each target makes .venv and installs what it needs, once.
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 BIN := .venv/bin
 TORCH := torch>=2.11,<2.14
 
@@ -16,7 +17,7 @@ check: .venv/.installed-check
 	$(BIN)/lint-imports
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # torch first and alone: where pip finds the builds for this machine, the rest must not choose another one.
 .venv/.installed: pyproject.toml

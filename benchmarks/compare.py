@@ -1,6 +1,7 @@
 """Is Shoal as fast as plain PyTorch? Runs plain.py and shoal_job.py in turn and prints one JSON line.
 
 python benchmarks/compare.py --cases A B C --pairs 5 --kernels default
+python benchmarks/compare.py --cases shard tensor pipeline --pairs 5
 
 A step is the time from the end of one step to the end of the next, nothing between left out. The first step
 counts from the start of the command to its end. Memory is the high-water mark of each worker, read from /proc
@@ -22,17 +23,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CASES = {  # name: (micro-batches per step, precision, steps)
-    "A": (1, "fp32", 12),
-    "B": (4, "fp32", 6),
-    "C": (1, "bf16", 12),
+CASES = {  # name: (micro-batches per step, precision, steps, layout)
+    "A": (1, "fp32", 12, "replicate"),
+    "B": (4, "fp32", 6, "replicate"),
+    "C": (1, "bf16", 12, "replicate"),
+    "shard": (1, "fp32", 12, "shard"),
+    "tensor": (1, "fp32", 12, "tensor"),
+    "pipeline": (4, "fp32", 8, "pipeline"),
 }
 WARMUP = 2  # first steps left out of the median
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["A", "B", "C"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=None, help="instead of each case's own number")
     parser.add_argument("--workers", type=int, default=2)
@@ -88,7 +92,7 @@ def watched(command, log, timeout_s):
 
 def plain(args, case, steps, folder):
     """One run of plain.py."""
-    accumulate, precision, _ = CASES[case]
+    accumulate, precision, _, layout = CASES[case]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(args.workers), str(HERE / "plain.py"), "--steps", str(steps)]
     command += [
@@ -98,6 +102,8 @@ def plain(args, case, steps, folder):
         precision,
         "--micro-batch",
         str(args.micro_batch),
+        "--layout",
+        layout,
     ]
     command += ["--warmup", str(WARMUP), "--t0", "{t0}"]
     for setting in args.size:
@@ -111,13 +117,14 @@ def plain(args, case, steps, folder):
 
 def shoal(args, case, steps, folder):
     """One run of shoal_job.py, read from its event file."""
-    accumulate, precision, _ = CASES[case]
+    accumulate, precision, _, layout = CASES[case]
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
-    batch = args.workers * args.micro_batch * accumulate
+    batch = readers(args, case) * args.micro_batch * accumulate
     command = [str(Path(sys.executable).with_name("shoal")), "train", str(HERE / "shoal_job.py"), *args.size]
     command += ["--workers", str(args.workers), "--steps", str(steps), "--global-batch", str(batch)]
     command += ["--micro-batch", str(args.micro_batch), "--precision", precision, "--kernels", args.kernels]
+    command += ["--mesh", f"{layout}={args.workers}"]
     started, peaks = watched([*command, "--out", str(out)], folder / "shoal.txt", args.timeout_s)
     events = sorted((out / "events").glob("*.jsonl"))[0].read_text().splitlines()
     ends = [row["time"] for row in map(json.loads, events) if row["kind"] == "step"]
@@ -134,7 +141,7 @@ def spread(values):
 def compared(args, case, folder):
     """All pairs of one case: each side's figures, and Shoal's over plain PyTorch's within each pair."""
     steps = args.steps or CASES[case][2]
-    tokens = args.workers * args.micro_batch * CASES[case][0] * context(args)
+    tokens = readers(args, case) * args.micro_batch * CASES[case][0] * context(args)
     rows = {"plain": [], "shoal": []}
     for pair in range(args.pairs):
         sides = (plain, shoal) if pair % 2 == 0 else (shoal, plain)
@@ -148,6 +155,11 @@ def compared(args, case, folder):
     pairs = list(zip(rows["shoal"], rows["plain"], strict=True))
     result["ratio"] = {f: spread([s[f] / p[f] for s, p in pairs]) for f in figures}
     return result | {"steps": steps, "pairs": args.pairs}
+
+
+def readers(args, case):
+    """Ranks that read different samples."""
+    return args.workers if CASES[case][3] in ("replicate", "shard") else 1
 
 
 def context(args):

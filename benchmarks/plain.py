@@ -1,9 +1,10 @@
-"""The plain PyTorch way: torchrun, DDP and a hand-written loop, for a byte-level GPT of 11 M parameters.
+"""The plain PyTorch way: torchrun, a hand-written loop and layout, for a byte-level GPT of 11 M parameters.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/plain.py --steps 12 --t0 $(date +%s.%N)
 
-Only the model and the data set are Shoal's, so that both sides of a comparison train the same. The last line
-of rank 0's output is one JSON object.
+Layouts: DDP; fully_shard on each block; parallelize_module with column and row layers, for which query, key and
+value stand in layers of their own; 1F1B over stages cut by hand. Only the model and the data set are Shoal's, so that
+both sides of a comparison train the same. The last line of rank 0's output is one JSON object.
 """
 
 import argparse
@@ -18,6 +19,11 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -32,6 +38,7 @@ def arguments():
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in one step")
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences per worker and micro-batch")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--layout", choices=("replicate", "shard", "tensor", "pipeline"), default="replicate")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
@@ -50,6 +57,84 @@ def batches(loader, sampler):
         epoch += 1
 
 
+class SplitAttention(nn.Module):
+    """The model's attention with query, key and value as layers of their own, over the heads that are here."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.head_width = packed.qkv.in_features // packed.heads
+        for name, weight, bias in zip("qkv", packed.qkv.weight.chunk(3), packed.qkv.bias.chunk(3), strict=True):
+            layer = nn.Linear(*reversed(weight.shape))
+            layer.weight, layer.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+            setattr(self, name, layer)
+        self.out = packed.out
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Stage(nn.Module):
+    """The first or the last half of the model."""
+
+    def __init__(self, model, rank, ranks):
+        super().__init__()
+        count = len(model.blocks)
+        self.blocks = model.blocks[count * rank // ranks : count * (rank + 1) // ranks]
+        if rank == 0:
+            self.tokens, self.positions = model.tokens, model.positions
+        if rank == ranks - 1:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x):
+        if hasattr(self, "tokens"):
+            x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+def split_model(args, rank, ranks):
+    """The model in the layout that was asked for."""
+    model = GPT(256, args.width, args.layers, args.heads, args.context)
+    if args.layout == "replicate":
+        return DistributedDataParallel(model)
+    if args.layout == "shard":
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if args.layout == "pipeline":
+        return Stage(model, rank, ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.out": RowwiseParallel()}
+    plan |= {"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()}
+    for block in model.blocks:
+        block.attention = SplitAttention(block.attention)
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def mean_loss(output, targets):
+    """Cross-entropy of all tokens."""
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def pipeline_step(model, optimizer, schedule, stream, args):
+    """One optimizer update by a pipeline schedule; the mean loss, which the last rank alone has."""
+    optimizer.zero_grad(set_to_none=True)
+    window = [next(stream) for _ in range(args.accumulate)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*window, strict=True))
+    losses = []
+    if hasattr(model, "tokens"):
+        schedule.step(inputs)
+    else:
+        schedule.step(target=targets, losses=losses)
+    optimizer.step()
+    return torch.stack(losses).mean().item() if losses else 0.0
+
+
 def train_step(model, optimizer, stream, args):
     """One optimizer update; the mean loss of this rank's micro-batches."""
     optimizer.zero_grad(set_to_none=True)
@@ -57,9 +142,9 @@ def train_step(model, optimizer, stream, args):
     for i in range(args.accumulate):
         inputs, targets = next(stream)
         last = i == args.accumulate - 1
-        with nullcontext() if last else model.no_sync():
+        with nullcontext() if last or args.layout != "replicate" else model.no_sync():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.precision == "bf16"):
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / args.accumulate
+                loss = mean_loss(model(inputs), targets) / args.accumulate
             loss.backward()
         total += loss.item()
     optimizer.step()
@@ -72,15 +157,23 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(256, args.width, args.layers, args.heads, args.context))
+    model = split_model(args, rank, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     data = TextBytes(stdlib_files(held_out=False), args.context)
-    sampler = DistributedSampler(data, seed=0, drop_last=True)
+    readers = ranks if args.layout in ("replicate", "shard") else 1
+    sampler = DistributedSampler(data, readers, rank % readers, seed=0, drop_last=True)
     stream = batches(DataLoader(data, batch_size=args.micro_batch, sampler=sampler, drop_last=True), sampler)
 
+    schedule = None
+    if args.layout == "pipeline":
+        stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, args.accumulate, loss_fn=mean_loss)
     step_s, first_step_s, before = [], None, time.perf_counter()
     for step in range(1, args.steps + 1):
-        loss = train_step(model, optimizer, stream, args)
+        if schedule is None:
+            loss = train_step(model, optimizer, stream, args)
+        else:
+            loss = pipeline_step(model, optimizer, schedule, stream, args)
         now = time.perf_counter()
         step_s.append(now - before)
         before = now
@@ -95,7 +188,7 @@ def main():
     dist.all_gather_object(peaks, peak)
     if rank == 0:
         median = statistics.median(step_s[args.warmup :] or step_s)
-        tokens = ranks * args.accumulate * args.micro_batch * args.context
+        tokens = readers * args.accumulate * args.micro_batch * args.context
         row = {"step_s": median, "tokens_per_s": tokens / median, "first_step_s": first_step_s}
         row |= {"peak_rss_bytes": peaks, "steps_s": step_s, "loss": loss, "ranks": ranks}
         row |= {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()}

@@ -2,6 +2,8 @@
 
 shoal train examples/hf_llama.py --mesh pipeline=2
 shoal verify examples/hf_llama.py layers=2 width=32 context=16 --world 4
+shoal plan examples/hf_llama.py layers=80 width=8192 heads=64 kv_heads=8 ffn=28672 vocabulary=128256 context=8192 \
+    --cluster h100 --world 512 --global-batch 512 --precision bf16
 """
 
 from typing import ClassVar
@@ -25,6 +27,9 @@ class Job(shoal.Job):
     layers: int = 4
     width: int = 128
     heads: int = 4
+    kv_heads: int = 0  # 0: half as many as heads
+    ffn: int = 0  # 0: 4 x width
+    vocabulary: int = 256
     context: int = 128
     weights: str = ""  # a folder with config.json and safetensors; the sizes are then its own
     lr: float = 1e-3
@@ -32,20 +37,24 @@ class Job(shoal.Job):
 
     def model(self):
         if self.weights:
-            return AutoModelForCausalLM.from_pretrained(self.weights, local_files_only=True, use_cache=False)
+            known = AutoConfig.from_pretrained(self.weights, local_files_only=True, use_cache=False)
+            return AutoModelForCausalLM.from_config(known)
         sizes = {
-            "vocab_size": 256, "hidden_size": self.width, "num_hidden_layers": self.layers, "use_cache": False,
+            "vocab_size": self.vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers, "use_cache": False,
             "num_attention_heads": self.heads, "max_position_embeddings": self.context, "tie_word_embeddings": False,
             "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         }  # fmt: skip
         known = AutoConfig.for_model(self.family)
         if hasattr(known, "intermediate_size"):
-            sizes["intermediate_size"] = 4 * self.width
+            sizes["intermediate_size"] = self.ffn or 4 * self.width
         if hasattr(known, "num_key_value_heads"):
-            sizes["num_key_value_heads"] = max(1, self.heads // 2)
+            sizes["num_key_value_heads"] = self.kv_heads or max(1, self.heads // 2)
         if getattr(known, "head_dim", None):
             sizes["head_dim"] = self.width // self.heads
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **sizes))
+
+    def init_from(self):
+        return self.weights or None  # read straight into each worker's part of the model
 
     def data(self):
         return TextBytes(stdlib_files(held_out=False), self.context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -35,8 +36,10 @@ def run_ranks(fn: Callable[[int], Any], ranks: int, timeout_s: float = 60.0) -> 
             context.Process(target=_child, args=(fn, rank, ranks, Path(folder), timeout_s), daemon=True)
             for rank in range(ranks)
         ]
+        gc.freeze()  # a rank that collected what all share would copy it
         for process in processes:
             process.start()
+        gc.unfreeze()
         late = _wait(processes, time.monotonic() + timeout_s)
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:

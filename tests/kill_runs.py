@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "end_to_end"))
 
 import torch
@@ -92,7 +93,7 @@ class Killed:
 
     def _start(self) -> None:
         self.starts += 1
-        self.process = start(*self.words, "--restarts", 1000, "--resume", cwd=self.folder)
+        self.process = start(*self.words, "--restarts", 1000, "--resume", cwd=self.folder, fresh=True)
 
 
 def main() -> int:
@@ -114,7 +115,7 @@ def main() -> int:
             "--save-every", args.save_every, "--kernels", "default", "--json", "--out",
         ]  # fmt: skip
         began = time.monotonic()
-        whole = shoal(*words, folder / "whole", cwd=folder, timeout_s=3600)
+        whole = shoal(*words, folder / "whole", cwd=folder, timeout_s=3600, fresh=True)
         assert whole.status == 0, whole.err
         middle = time.monotonic()
         killed = Killed(folder, [*words, folder / "killed"], args.workers, args.kills, args.seed, args.mean_s)

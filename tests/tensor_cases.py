@@ -43,7 +43,6 @@ def whisper_inputs() -> dict[str, Any]:
 def cross_entropy(output: Any) -> Tensor:
     """The mean over fixed targets, of a tensor or of a model's output that has logits."""
     logits = output if isinstance(output, Tensor) else output.logits
-    assert type(logits) is Tensor
     logits = logits.flatten(0, -2)
     return F.cross_entropy(logits, torch.arange(len(logits)) * 7 % logits.shape[-1])
 
@@ -156,3 +155,13 @@ def family(name: str) -> Case:
 
     model, config, settings, inputs = FAMILIES[name]
     return Case(lambda: getattr(transformers, model)(getattr(transformers, config)(**settings)), inputs, cross_entropy)
+
+
+def llama(**settings: Any) -> Case:
+    """A Llama of other sizes."""
+    import transformers
+
+    return Case(
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)), lambda: ids("input_ids"),
+        cross_entropy,
+    )  # fmt: skip

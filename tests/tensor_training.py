@@ -10,6 +10,7 @@ from tests.harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shoal.blueprint.positions import shared_positions
 from shoal.blueprint.roles import Roles, roles
 from shoal.blueprint.trace import trace
 from shoal.parallel.tensor.apply import Layout, apply
@@ -39,7 +40,8 @@ def built(case: Case) -> nn.Module:
 
 def found_roles(case: Case, degree: int, overrides: dict[str, str] | None = None) -> tuple[Any, Roles]:
     """The blueprint and the roles."""
-    blueprint = trace(built(case), (), case.inputs())
+    inputs = case.inputs()
+    blueprint = trace(built(case), (), inputs, samples=len(next(iter(inputs.values()))))
     return blueprint, roles(blueprint, degree, overrides)
 
 
@@ -70,14 +72,22 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, s
     return max((float((found[n] - t).abs().max()) / max(float(t.abs().max()), floor), n) for n, t in wanted.items())
 
 
-def hold(case: Case, degree: int, overrides: dict[str, str] | None = None) -> tuple[float, float, dict[str, int]]:
-    """Train both ways; (largest error, share of bytes divided, unplanned gathers). Every rank must agree."""
+def hold(
+    case: Case, degree: int, overrides: dict[str, str] | None = None, sequence: bool = False
+) -> tuple[float, float, dict[str, int]]:
+    """Train both ways; (largest error, share of bytes divided, unplanned gathers). Every rank must agree.
+
+    ``sequence``: positions are shared out between the tensor regions.
+    """
     wanted = train(case, built(case))
 
     def rank(rank: int) -> tuple[float, float, dict[str, int], str]:
         blueprint, found = found_roles(case, degree, overrides)
         model = built(case)
-        layout = apply(model, blueprint, found, init_device_mesh("cpu", (degree,), mesh_dim_names=("tensor",)))
+        mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tensor",))
+        positions = shared_positions(blueprint, found).layers if sequence else {}
+        assert bool(positions) == sequence
+        layout = apply(model, blueprint, found, mesh, positions)
         trained = train(case, model, layout)
         worst = max(
             *(abs(a - b) / abs(b) for a, b in zip(trained.losses, wanted.losses, strict=True)),

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tensor_cases import OWN, family
+from tests.tensor_cases import OWN, SIZES, family, llama
 from tests.tensor_training import found_roles
 from torch import nn
 
 from shoal.blueprint.roles import Role, roles
-from shoal.blueprint.split import Refusal, Split, cut, reshaped
+from shoal.blueprint.split import Refusal, Split, cut, local_size, reshaped, spans
 from shoal.blueprint.trace import trace
 from shoal.core.errors import ConfigError
 from shoal.models import GPT
@@ -77,10 +77,34 @@ def test_key_value_heads_fewer_than_the_degree_stay_whole_and_queries_are_split(
 
 def test_heads_that_cannot_be_divided_stay_whole_and_the_reason_has_both_numbers():
     """https://github.com/pytorch/torchtitan/issues/2574"""
-    found = derived(GPT(64, 36, 1, 3, 16), torch.zeros(2, 8, dtype=torch.long))
+    found = derived(GPT(64, 36, 1, 3, 16), torch.zeros(2, 8, dtype=torch.long), degree=4)
     assert found.role["blocks.0.attention.qkv.weight"] == Role("replicated", None)
-    assert "3 (heads) cannot be divided among 2" in found.reasons["blocks.0.attention.out.weight"]
+    assert "3 (heads) cannot be divided among 4" in found.reasons["blocks.0.attention.out.weight"]
     assert found.role["blocks.0.feed.0.weight"].kind == "column"
+
+
+def test_a_degree_that_does_not_divide_splits_whole_heads_and_single_entries():
+    found = derived(GPT(61, 36, 1, 3, 16), torch.zeros(2, 8, dtype=torch.long))
+    block = "blocks.0."
+    assert found.role[block + "attention.qkv.weight"] == Role("packed column", Split(0, (3, 3, 3), 12))
+    assert found.role[block + "attention.qkv.bias"] == Role("packed column", Split(0, (3, 3, 3), 12))
+    assert found.role[block + "attention.out.weight"] == Role("row", Split(1, (3,), 12))
+    assert found.role["head.weight"] == Role("vocabulary", Split(0, (61,)))
+    found = derived(GPT(61, 36, 1, 3, 16), torch.zeros(2, 8, dtype=torch.long), degree=5)
+    assert found.role[block + "feed.0.weight"] == Role("column", Split(0, (144,)))
+    assert [local_size(Split(0, (144,)), 5, rank) for rank in range(5)] == [29, 29, 29, 29, 28]
+    assert spans(Split(0, (3, 3), 12), 2, 1) == [(24, 0, 12), (60, 12, 12)]
+
+
+def test_key_value_heads_that_do_not_divide_stay_whole_and_queries_are_split():
+    """Six queries of three keys on two ranks: a rank has three queries, of which keys would lie on both."""
+    pytest.importorskip("transformers")
+    settings = SIZES | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    _, found = found_roles(llama(**settings), 2)
+    layer = "model.layers.0.self_attn."
+    assert found.role[layer + "q_proj.weight"] == Role("column", Split(0, (48,)))
+    assert found.role[layer + "k_proj.weight"].split is None
+    assert found.role[layer + "o_proj.weight"] == Role("row", Split(1, (48,)))
 
 
 class Between(nn.Module):
@@ -144,8 +168,8 @@ def test_roles_that_cannot_be_are_refused():
         derived(model, ids, overrides={"blocks.9.*": "row"})
     with pytest.raises(ConfigError, match="no such role; did you mean 'column'"):
         derived(model, ids, overrides={"blocks.0.feed.0.weight": "colunm"})
-    with pytest.raises(ConfigError, match=r"'tokens.weight' of shape \(61, 32\) cannot take .* over 2 ranks"):
-        derived(model, ids, overrides={"tokens.weight": "vocabulary"})
+    with pytest.raises(ConfigError, match=r"'blocks.0.feed.2.bias' of shape \(32,\) cannot take .* over 33 ranks"):
+        derived(model, ids, overrides={"blocks.0.feed.2.bias": "column"}, degree=33)
 
 
 def test_reshapes_move_a_split_only_where_a_part_stays_a_part():
@@ -163,7 +187,8 @@ def test_reshapes_move_a_split_only_where_a_part_stays_a_part():
 
 
 def test_pieces_of_a_split_dimension_are_whole_parts():
-    assert cut((4, 4, 4), (4, 8)) == [(4,), (4, 4)]
+    assert cut(Split(1, (4, 4, 4)), (4, 8)) == [Split(1, (4,)), Split(1, (4, 4))]
+    assert cut(Split(1, (3, 3), 2), (6, 6)) == [Split(1, (3,), 2)] * 2
     with pytest.raises(Refusal) as refused:
-        cut((12,), (4, 8))
+        cut(Split(0, (12,)), (4, 8))
     assert refused.value.parts == (4, 8)

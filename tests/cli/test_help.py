@@ -19,7 +19,7 @@ def test_help_answers_at_once_without_torch(tmp_path: Path) -> None:
     tries = []
     for _ in range(3):  # processor time: what the command itself takes, whatever else the machine does
         before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-        result = shoal("--help", cwd=tmp_path)
+        result = shoal("--help", cwd=tmp_path, fresh=True)
         assert result.status == 0
         assert "train" in result.out
         tries.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before)

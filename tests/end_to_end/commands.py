@@ -1,4 +1,7 @@
-"""Runs the real command in a process of its own, on a job small enough that starting it costs more than training."""
+"""Runs the real command in a process of its own, on a job small enough that starting it costs more than training.
+
+Processes start warm (``tests.warm``) unless ``fresh`` is asked for or the interpreter is given options of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.warm import Command
 
 from shoal.checkpoint.reader import Reader, newest_good
 
@@ -159,24 +163,40 @@ def environment() -> dict[str, str]:
 
 
 def call(
-    command: Sequence[str], cwd: Path, timeout_s: float = 60, given: str | None = None, **variables: str
+    command: Sequence[str],
+    cwd: Path,
+    timeout_s: float = 60,
+    given: str | None = None,
+    fresh: bool = False,
+    **variables: str,
 ) -> Result:
     """Run ``command`` to its end; ``given`` is its standard input, ``variables`` go into its environment."""
     started = time.monotonic()
-    env = {**environment(), **variables}
-    done = subprocess.run(command, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=timeout_s)
-    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+    process = _start(command, cwd, subprocess.DEVNULL if given is None else subprocess.PIPE, fresh, variables)
+    try:
+        out, err = process.communicate(given, timeout_s)
+    finally:
+        process.kill()
+    return Result(process.returncode, out, err, time.monotonic() - started)
 
 
-def shoal(*args: object, cwd: Path, timeout_s: float = 60) -> Result:
+def shoal(*args: object, cwd: Path, timeout_s: float = 60, fresh: bool = False) -> Result:
     """Run the ``shoal`` command to its end."""
-    return call(words(args), cwd, timeout_s)
+    return call(words(args), cwd, timeout_s, fresh=fresh)
 
 
-def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
+def start(*args: object, cwd: Path, fresh: bool = False) -> subprocess.Popen[str]:
     """Start the ``shoal`` command and go on."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words(args), cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    return _start(words(args), cwd, None, fresh, {})
+
+
+def _start(
+    command: Sequence[str], cwd: Path, given: int | None, fresh: bool, variables: dict[str, str]
+) -> subprocess.Popen[str]:
+    pipe, env = subprocess.PIPE, {**environment(), **variables}
+    warm = not fresh and command[0] == sys.executable and command[1] != "-X"
+    kind = Command if warm else subprocess.Popen
+    return kind(command, cwd=cwd, env=env, stdin=given, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 30) -> Result:

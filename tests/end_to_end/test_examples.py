@@ -28,10 +28,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, R
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", own]
     with ThreadPoolExecutor(2) as pool:
         running = {
-            "gpt": pool.submit(shoal, "train", EXAMPLES / "gpt.py", *GPT, "--out", "gpt", cwd=folder),
+            "gpt": pool.submit(shoal, "train", EXAMPLES / "gpt.py", *GPT, "--out", "gpt", cwd=folder, fresh=True),
             "vit": pool.submit(shoal, "train", EXAMPLES / "vit.py", *VIT, "--out", "vit", cwd=folder),
-            "alone": pool.submit(call, [sys.executable, own, "--epochs", "1", "--out", "alone"], folder),
-            "torchrun": pool.submit(call, [*torchrun, "--epochs", "1", "--out", "torchrun"], folder),
+            "alone": pool.submit(call, [sys.executable, own, "--epochs", "1", "--out", "alone"], folder, fresh=True),
+            "torchrun": pool.submit(call, [*torchrun, "--epochs", "1", "--out", "torchrun"], folder, fresh=True),
         }
     found = {name: future.result() for name, future in running.items()}
     for name, result in found.items():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from commands import call
 
 pytestmark = pytest.mark.ranks
 
@@ -33,8 +33,7 @@ for window in run.windows():
 def test_a_failed_own_loop_ends_without_a_collective_call(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert "ValueError: boom" in ended.stderr
-    assert "a collective call at exit" not in ended.stderr
+    ended = call([sys.executable, str(script), str(tmp_path / "run")], tmp_path)
+    assert ended.status == 1
+    assert "ValueError: boom" in ended.err
+    assert "a collective call at exit" not in ended.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +65,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
+@cache
 def trained(seed: int):
     """The whole model, after two steps on the gradients of nothing in particular."""
     torch.manual_seed(seed)
@@ -96,6 +99,7 @@ class Placing:
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.at = mesh, coordinates(mesh, rank)
         self.devices = init_device_mesh("cpu", tuple(mesh.degrees.values()), mesh_dim_names=AXES)
+        self.rows = self.devices["replicate", "shard"] if mesh.replicate > 1 else self.devices["shard"]
         self.held = Held(
             mesh,
             rank,
@@ -117,9 +121,8 @@ class Placing:
                     [part.chunk(self.mesh.tensor, dim)[self.at.tensor] for part in tensor.split(sizes, dim)], dim
                 )
         if self.mesh.shard > 1 and tensor.ndim and "mask" not in name:
-            rows = self.devices["replicate", "shard"] if self.mesh.replicate > 1 else self.devices["shard"]
-            placements = [Replicate(), Shard(0)][-rows.ndim :]
-            return distribute_tensor(tensor, rows, placements, src_data_rank=None)
+            placements = [Replicate(), Shard(0)][-self.rows.ndim :]
+            return distribute_tensor(tensor, self.rows, placements, src_data_rank=None)
         return tensor
 
     def run(self, seed: int) -> SimpleNamespace:
@@ -180,43 +183,62 @@ def save(run, folder) -> None:
     dist.barrier()
 
 
+def faults(placing: Placing, reader: Reader, expected: dict[str, torch.Tensor]) -> list[str]:
+    """What of the checkpoint another run does not take up exactly as ``expected``. Collective."""
+    run = placing.run(seed=4)
+    kinds, before = [type(param) for param in run.model.parameters()], everything(run)
+    restore(run, reader)
+    found = everything(run)
+    fresh = placing.run(seed=5).model
+    load_weights(fresh, reader.path.parent, held=placing.held)
+    alone = {f"model/{key}": tensor for key, tensor in fresh.state_dict().items() if not tensor.is_meta}
+    own = {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in alone.items()}
+    wrong = [key for key in before.keys() | found.keys() | expected.keys() if key not in expected or key not in before]
+    wrong += [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)]
+    wrong += [f"{key} alone" for key, tensor in own.items() if not torch.equal(tensor, expected[key])]
+    wrong += [
+        f"{key} was so before" for key, tensor in expected.items()
+        if tensor.numel() and not ("norm" in key or "step" in key) and torch.equal(before[key], tensor)
+    ]  # fmt: skip
+    if kinds != [type(param) for param in run.model.parameters()] or run.step_count != 3:
+        wrong.append("kinds of parameters, or the step")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def taken_up(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[str]]]:
+    """A folder of runs by mesh; (saved under, taken up under) -> what was not exact on some rank.
+
+    One world makes all meshes once.
+    """
+    folder = tmp_path_factory.mktemp("held")
+
+    def work(rank):
+        placings = {name: Placing(mesh, rank) for name, mesh in MESHES.items()}
+        expected = {name: everything(placing.run(seed=3)) for name, placing in placings.items()}
+        told = {}
+        for here, placing in placings.items():
+            save(placing.run(seed=3), folder / here / "checkpoints")
+            reader = Reader(folder / here / "checkpoints" / "step-3")
+            for there, other in placings.items():
+                told[here, there] = faults(other, reader, expected[there])
+        return told
+
+    every = run_ranks(work, 4, timeout_s=120)
+    return folder, {pair: sum((told[pair] for told in every), []) for pair in every[0]}
+
+
 @pytest.mark.parametrize("here", MESHES)
-def test_state_saved_under_one_mesh_is_taken_up_exactly_under_every_other(tmp_path, here):
+def test_state_saved_under_one_mesh_is_taken_up_exactly_under_every_other(taken_up, tmp_path, here):
     """Weights, moments, averages, buffers and counters; packed, tied across stages, shards of few rows.
 
     https://github.com/pytorch/torchtitan/issues/2252 https://github.com/pytorch/torchtitan/issues/594
     https://github.com/foundation-model-stack/foundation-model-stack/pull/331
     """
-
-    def work(rank):
-        placings = {name: Placing(mesh, rank) for name, mesh in MESHES.items()}
-        save(placings[here].run(seed=3), tmp_path / "checkpoints")
-        reader = Reader(tmp_path / "checkpoints" / "step-3")
-        for name, placing in placings.items():
-            run, other = placing.run(seed=3), placing.run(seed=4)
-            expected = everything(run)
-            before = everything(other)
-            assert before.keys() == expected.keys()
-            restore(other, reader)
-            found = everything(other)
-            assert found.keys() == expected.keys()
-            for key, tensor in expected.items():
-                assert torch.equal(found[key], tensor), (name, key)
-                assert not before[key].numel() or "norm" in key or "step" in key or not torch.equal(before[key], tensor)
-            assert all(
-                type(a) is type(b) for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True)
-            )
-            assert other.step_count == 3
-            fresh = placing.run(seed=5).model
-            load_weights(fresh, tmp_path / "checkpoints", held=placing.held)
-            alone = {f"model/{key}": tensor for key, tensor in fresh.state_dict().items() if not tensor.is_meta}
-            for key, tensor in alone.items():
-                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                assert torch.equal(own, expected[key]), (name, key)
-
-    run_ranks(work, 4)
+    folder, wrong = taken_up
+    assert {there: wrong[here, there] for there in MESHES} == {there: [] for there in MESHES}
     model, optimizer, average = trained(3)
-    found, _ = newest_good(tmp_path / "checkpoints")
+    found, _ = newest_good(folder / here / "checkpoints")
     reader = Reader(found.path)
     named = NamedOptimizer(optimizer, model)
     whole = {**model_tensors(model)[0], **named.tensors()}
@@ -227,7 +249,7 @@ def test_state_saved_under_one_mesh_is_taken_up_exactly_under_every_other(tmp_pa
     assert reader.values["optimizer"]["state"] == named.values()["state"]
     for name, tensor in whole.items():
         assert torch.equal(reader.read(name), tensor), name
-    path = export(tmp_path, tmp_path / "out")
+    path = export(folder / here, tmp_path / "out")
     copy = Net()
     load_weights(copy, path)
     assert all(torch.equal(a, b) for a, b in zip(copy.state_dict().values(), model.state_dict().values(), strict=True))

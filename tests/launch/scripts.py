@@ -88,6 +88,14 @@ def fault(case: str, world: World) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def tell_threads() -> None:
+    """Print at each fork how many threads this process has. numpy's BLAS ends its own at any fork: at this one."""
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.register_at_fork(before=lambda: print(f"threads={len(os.listdir('/proc/self/task'))}", flush=True))
+
+
 def main() -> int:
     case, out, workers, restarts = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     port = int(sys.argv[5]) if len(sys.argv) > 5 else None
@@ -96,6 +104,8 @@ def main() -> int:
     if case == "unborn":  # as a fork that waits for a thread which its parent had
         register = worker.register_stacks
         worker.register_stacks = lambda folder, rank: time.sleep(600) if rank == 1 else register(folder, rank)
+    if case == "twice":
+        tell_threads()
     try:
         return run_workers(functools.partial(entry, case, out), workers, out, restarts, "cpu", port, watch)
     except ConfigError as error:

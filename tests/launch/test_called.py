@@ -61,7 +61,9 @@ class Job(shoal.Job):
     def after(self, model, summary):
         torch.save(model.state_dict(), "rank0.pt")
 """
-SETTINGS = 'workers=2, global_batch=8, steps=3, precision="fp64", kernels="default", sinks=(), out="run"'
+SETTINGS = (
+    'workers=2, mesh="replicate=2", global_batch=8, steps=3, precision="fp64", kernels="default", sinks=(), out="run"'
+)
 CALL = f"""
 found = shoal.train(Job(), {SETTINGS})
 print("done", found["steps"], found["out"], flush=True)

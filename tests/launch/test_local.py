@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.warm import Command
 
 pytestmark = pytest.mark.ranks
 SCRIPT = Path(__file__).with_name("scripts.py")
@@ -21,7 +22,7 @@ def start(case: str, out: Path, workers: int = 2, restarts: int = 0, *more: obje
     command = [sys.executable, str(SCRIPT), case, str(out), str(workers), str(restarts), *map(str, more)]
     (out / "tmp").mkdir(parents=True)
     env = {**os.environ, "TMPDIR": str(out / "tmp")}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def finish(process: subprocess.Popen[str], out: Path) -> tuple[int, str, str]:
@@ -184,6 +185,13 @@ def test_the_ranks_that_others_wait_for_are_named_with_every_stack(tmp_path):
     assert "error: ranks 1, 3 stopped moving" in stderr
     assert all(f"rank {rank}'s stack:" in stderr for rank in range(4))
     assert "in fault" in stderr and "all_reduce" in stderr
+
+
+def test_workers_are_forks_of_a_process_without_other_threads(tmp_path):
+    """A fork waits forever for what another thread held: a lock of a C library, half an initialisation."""
+    code, stdout, _ = run("twice", tmp_path, 2, 2)
+    assert code == 0
+    assert re.findall(r"threads=\d+", stdout) == ["threads=1"] * 6
 
 
 def test_a_rank_that_never_begins_is_named(tmp_path):

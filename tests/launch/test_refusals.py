@@ -64,7 +64,7 @@ def test_a_taken_port_is_refused_and_so_is_one_that_is_taken_meanwhile(tmp_path)
         with pytest.raises(ConfigError, match=f"meet at port {port}, found: address already in use; give another"):
             refused(tmp_path, port=port)
         with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1 port {port}: .*; give another port"):
-            local._host_store(port)
+            local._listen(port)
 
 
 def test_an_entry_that_returns_no_exit_code_is_a_failure_that_says_so(tmp_path, monkeypatch):

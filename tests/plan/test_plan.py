@@ -24,7 +24,7 @@ FULL = Plan(
     accumulation=8,
     clip=0.1,
     bucket_mb=12.5,
-    model="llama\x7f\n8b",
+    model=("llama\x7f\n8b 4x4",),
 )
 
 

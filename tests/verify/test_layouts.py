@@ -17,14 +17,14 @@ pytestmark = pytest.mark.ranks
 JOB = str(Path(__file__).with_name("tied.py"))
 
 
-def verify(mesh: str | None, steps: int = 1, fields: dict | None = None, **more) -> Report:
+def verify(mesh: str | list[str] | None, steps: int = 1, fields: dict | None = None, **more) -> Report:
     settings = {"global_batch": 8, "micro_batch": 2, "steps": steps, **more}
     return shoal.verify(JOB, fields=fields, meshes=mesh, **settings)
 
 
 def wrong(fault: str, mesh: str = "replicate=2", **more) -> LayoutResult:
     """The one layout's result with a fault in the engine; the run goes through and is found different."""
-    report = verify(mesh, fields={"fault": fault}, **more)
+    report = verify(mesh, fields={"fault": fault, **more.pop("fields", {})}, **more)
     (found,) = report.layouts
     assert not report.ok and found.status == "different"
     return found
@@ -76,6 +76,20 @@ def test_an_untied_weight_is_found_and_named() -> None:
     assert "not reduced: ranks 0, 1" in found.reason
 
 
+def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
+    """Query heads on several ranks share a key-value head: its gradient is the sum over them."""
+    assert verify("tensor=2", fields={"grouped": True}).ok
+    found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
+    assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
+    assert "ranks 0, 1 hold different values" in found.reason
+
+
+def test_a_bias_added_twice_is_found_and_named() -> None:
+    found = wrong("bias-added-twice", "tensor=2")
+    assert found.first_difference == "step 1: gradient of 'blocks.0.attention.out.bias'"
+    assert "2 x one device's: summed 2 times (tensor has 2 ranks)" in found.reason
+
+
 def test_other_faults_are_told_apart() -> None:
     assert "every gradient is 2 x one device's: summed 2 times (replicate has 2 ranks)" in wrong("summed-twice").reason
     part = wrong("part-of-a-gradient")
@@ -105,14 +119,17 @@ def test_rounding_that_adam_makes_large_is_told_from_a_tiny_mistake() -> None:
     assert found.max_rel_grad == pytest.approx(1e-7, rel=1e-3)
 
 
-def test_dropout_is_off_on_both_sides_and_that_is_said() -> None:
-    report = verify("replicate=2", fields={"dropout": 0.3})
-    assert report.ok and report.layouts[0].max_rel_grad < 1e-10
-    assert "dropout is off on both sides: its masks depend on the layout" in report.notes
+def test_dropout_has_the_same_masks_in_every_layout_and_that_is_said() -> None:
+    """Between blocks too, where a stage skips what others run, and in blocks that are recomputed."""
+    report = verify(["replicate=2", "shard=2", "tensor=2", "pipeline=2"], fields={"dropout": 0.1}, recompute="full")
+    assert report.ok and len(report.layouts) == 4
+    assert all(one.status == "equal" and one.max_rel_grad < 1e-10 for one in report.layouts)
+    assert any("dropout has the same masks on both sides" in note for note in report.notes)
+    assert "dropout of alpha_dropout is off on both sides: its masks depend on the layout" in report.notes
 
 
 def test_casts_to_float32_are_lifted_on_both_sides_and_that_is_said() -> None:
-    report = verify("pipeline=2", fields={"narrow": True})
+    report = verify("pipeline=2", fields={"narrow": True}, recompute="full")
     assert report.ok and report.layouts[0].max_rel_grad < 1e-10
     assert "casts to float32 inside the model are to float64 on both sides" in report.notes
     assert verify("pipeline=2").notes == []

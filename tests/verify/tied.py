@@ -23,6 +23,39 @@ def rows(size):
     return samples
 
 
+class Dropping(GPT):
+    """Also drops between blocks, by a function, and in a form that verify switches off."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.alpha = nn.AlphaDropout(0.1)
+
+    def forward(self, ids):
+        x = self.drop(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.2, self.training)
+        return self.head(self.alpha(self.norm(x)))
+
+
+class Grouped(nn.Module):
+    """Attention whose query heads share one key-value head."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.kv, self.out = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width // heads),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (part.unsqueeze(1) for part in self.kv(x).chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class Narrow(nn.LayerNorm):
     """Works in float32, as many models' norms do."""
 
@@ -60,6 +93,7 @@ class Job(shoal.Job):
     tied: bool = True
     dropout: float = 0.0
     fault: str = ""
+    grouped: bool = False
     narrow: bool = False
     shifted: bool = False
     noisy: bool = False
@@ -67,7 +101,9 @@ class Job(shoal.Job):
     infinite: bool = False
 
     def model(self):
-        made = GPT(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
+        made = (Dropping if self.dropout else GPT)(VOCABULARY, 16, 2, 2, LENGTH, self.dropout, tied=self.tied)
+        if self.grouped:
+            made.blocks[1].attention = Grouped(16, 2)
         if self.narrow:
             made.blocks[0].norm_feed = Narrow(16)
         if self.shifted:
@@ -172,6 +208,31 @@ class Faults:
         from shoal.engine import parts
 
         parts.ties = lambda *args: {}
+
+    @staticmethod
+    def missing_key_value_sum(model):
+        from shoal.parallel.tensor import part
+
+        def on_parts(func, args, kwargs, found, outcome, group):
+            enter = part.enter
+            if outcome.how == "attention" and outcome.local:  # key-value heads that every rank has whole
+                part.enter = lambda tensor, group: tensor
+            try:
+                return right(func, args, kwargs, found, outcome, group)
+            finally:
+                part.enter = enter
+
+        right, part._on_parts = part._on_parts, on_parts
+
+    @staticmethod
+    def bias_added_twice(model):
+        from shoal.parallel.tensor import part
+
+        def row(func, found, outcome, group):
+            bias = [tensor for tensor, target in zip(found, outcome.targets, strict=True) if target is None]
+            return sum(bias, right(func, found, outcome, group))
+
+        right, part._row = part._row, row
 
     @staticmethod
     def other_rate(model):

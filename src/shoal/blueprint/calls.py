@@ -11,13 +11,15 @@ Outputs = Split | None | tuple[Split | None, ...]
 
 
 class Call(NamedTuple):
-    """A call of a torch function: tensors as Seen, all else as plain values (as Operation's arguments)."""
+    """A call of a torch function: tensors as Seen, all else as plain values (as Operation's arguments). ``rank``: whose
+    part it runs on; where results lie does not depend on it."""
 
     name: str
     args: tuple[Any, ...]
     keywords: dict[str, Any]
     degree: int
     in_place: bool = False
+    rank: int = 0
 
     def get(self, position: int, keyword: str, default: Any = None) -> Any:
         """An argument by position or name."""

@@ -6,7 +6,7 @@ tools/autograd/derivatives.yaml and the kernels it names):
 | function | CPU, as traced | CUDA |
 |---|---|---|
 | scaled_dot_product_attention, flash | inputs, output, logsumexp; with dropout the probabilities | inputs, output, a float32 logsumexp per query |
-| the same, math | | inputs, and the probabilities of every query and key in the compute dtype |
+| the same, math | | inputs, the probabilities of every query and key in the compute dtype; the output, by what reads it |
 | rms_norm | its parts, one by one | input and one float32 per row |
 | dropout | a mask as wide as the values | a mask of one byte each |
 
@@ -71,12 +71,13 @@ def _shape(operation: Operation, blueprint: Blueprint, place: int) -> tuple[int,
 
 
 def _inputs(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
-    """Queries, keys and values: as traced, or where the trace kept copies of them, copies."""
-    if len(_values(operation)) >= 3:
-        return _values(operation)
+    """Queries, keys, values (and the output) as traced where a fused kernel ran; else with copies of two of them."""
+    kept = _values(operation)
+    if any(each.of in operation.gives for each in kept):
+        return kept
     item = _item(operation, blueprint)
-    sizes = [math.prod(_shape(operation, blueprint, place)) for place in range(3)]
-    return tuple(Kept(None, size * item, size) for size in sizes)
+    sizes = [math.prod(_shape(operation, blueprint, place)) for place in range(2)]
+    return (*kept, *(Kept(None, size * item, size) for size in sizes))
 
 
 def _item(operation: Operation, blueprint: Blueprint) -> int:
@@ -91,13 +92,14 @@ def _flash(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
 
 def _math(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
     pairs = math.prod(_shape(operation, blueprint, 0)[:-1]) * _shape(operation, blueprint, 1)[-2]
-    kept = tuple(k for k in _inputs(operation, blueprint) if k.of not in operation.gives)
-    return (*kept, Kept(None, pairs * _item(operation, blueprint), pairs))
+    return (*_inputs(operation, blueprint), Kept(None, pairs * _item(operation, blueprint), pairs))
 
 
 def _rms_norm(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
-    rows = math.prod(_shape(operation, blueprint, 0)[:-1])
-    return (*_values(operation), Kept(None, 4 * rows, rows))
+    shape = _shape(operation, blueprint, 0)
+    rows, size = math.prod(shape[:-1]), math.prod(shape)
+    given = _values(operation) or (Kept(None, size * _item(operation, blueprint), size),)
+    return (*given, Kept(None, 4 * rows, rows))
 
 
 def _dropout(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:

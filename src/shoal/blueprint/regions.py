@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref
-from shoal.blueprint.rules import rule
-from shoal.blueprint.split import Refusal, Seen, Split, fits
+from shoal.blueprint.rules import LOSSES, rule
+from shoal.blueprint.split import Refusal, Seen, Split, even, fits
 
 #: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
 LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1), "matmul": (0, 1, 2, 1), "mm": (0, 1, 2, 1)}
@@ -28,19 +28,19 @@ class Layer(NamedTuple):
     outputs: int
     transposed: int | None  # the operation that transposes the weight, where one does
 
-    def splits(self, kind: str, parts: tuple[int, ...]) -> dict[str, Split]:
-        """The splits of its parameters as a column or a row layer."""
+    def splits(self, kind: str, split: Split) -> dict[str, Split]:
+        """The splits of its parameters as a column or a row layer, of which outputs or inputs are split so."""
         if kind == "row":
-            return {self.weight: Split(1 - self.output_dim, parts)}
-        return {self.weight: Split(self.output_dim, parts)} | ({self.bias: Split(0, parts)} if self.bias else {})
+            return {self.weight: split.on(1 - self.output_dim)}
+        return {self.weight: split.on(self.output_dim)} | ({self.bias: split.on(0)} if self.bias else {})
 
 
 class Failed(Exception):
-    """A region cannot be as tried. ``columns``: those in the way; ``parts``: a packing that may do."""
+    """A region cannot be as tried. ``columns``: those in the way; ``packings``: of their outputs, which may do."""
 
-    def __init__(self, reason: str, columns: Iterable[int], parts: dict[int, tuple[int, ...]], weights: Iterable[str]):
+    def __init__(self, reason: str, columns: Iterable[int], packings: dict[int, list[Split]], weights: Iterable[str]):
         super().__init__(reason)
-        self.columns, self.parts, self.weights = set(columns), parts, list(weights)
+        self.columns, self.packings, self.weights = set(columns), packings, list(weights)
 
 
 class Trial:
@@ -52,23 +52,23 @@ class Trial:
         degree: int,
         layers: dict[int, Layer],
         row: Layer,
-        columns: dict[int, tuple[Layer, tuple[int, ...]]],
+        columns: dict[int, tuple[Layer, Split]],
     ) -> None:
         self.blueprint, self.degree, self.layers, self.row, self.columns = blueprint, degree, layers, row, columns
         self.splits: dict[int, Split] = {}  # of values
         self.origin: dict[int, frozenset[int]] = {}  # the columns that a value comes from
         self.weights: dict[str, Split] = {}
-        for layer, parts in columns.values():
-            self.weights |= layer.splits("column", parts)
+        for layer, outputs in columns.values():
+            self.weights |= layer.splits("column", outputs)
         self.visited: list[int] = []
         self.transposes = {c.transposed: number for number, (c, _) in columns.items() if c.transposed is not None}
 
-    def run(self) -> tuple[int, ...]:
-        """The parts of the row's inputs. Raises Failed."""
-        for number, (_, parts) in self.columns.items():
-            if not fits(parts, self.degree):
+    def run(self) -> Split:
+        """How the row's inputs are split. Raises Failed."""
+        for number, (_, outputs) in self.columns.items():
+            if not fits(outputs.parts, self.degree):
                 raise self.failed(
-                    f"{' + '.join(map(str, parts))} outputs cannot be divided among {self.degree}", {number}
+                    f"{' + '.join(map(str, outputs.parts))} outputs cannot be divided among {self.degree}", {number}
                 )
         seen, ended = {*self.columns, *self.transposes}, None
         waiting = sorted(seen)
@@ -102,7 +102,7 @@ class Trial:
             raise self.failed(f"its output does not reach {self.row.weight}", set(self.columns))
         return ended
 
-    def end(self) -> tuple[int, ...]:
+    def end(self) -> Split:
         """At the row layer: its input must be split along its last dimension."""
         split = self.splits.get(self.row.input) if self.row.input is not None else None
         shape = self.blueprint.values[self.row.input].shape if self.row.input is not None else ()
@@ -110,7 +110,7 @@ class Trial:
             raise self.failed(
                 f"what reaches {self.row.weight} is not split along its last dimension", set(self.columns)
             )
-        return split.parts
+        return split
 
     def outcome(self, operation: Operation, number: int, origin: frozenset[int]) -> Outcome:
         """An operation by the rules; where it must gather, the region cannot be."""
@@ -129,8 +129,8 @@ class Trial:
             raise self.failed(f"{where}: {refusal}", origin, self.packings(refusal, origin)) from None
         for tensor, target in zip(call.tensors, outcome.targets, strict=True):
             if tensor.split is not None and tensor.split != target:
-                raise self.failed(f"{where}: {tensor.split} meets {target}", origin)
-        if outcome.partial:
+                raise self.failed(f"{where}: {tensor.split} meets {target}", self.uneven(operation) or origin)
+        if outcome.partial or outcome.how in LOSSES:
             raise self.failed(f"{where}: a sum over the split dimension", origin)
         return outcome
 
@@ -142,16 +142,23 @@ class Trial:
             return Seen(self.blueprint.parameter[value.of].shape, self.weights.get(value.of))
         return tuple(self.seen(part) for part in value) if isinstance(value, tuple) else value
 
-    def packings(self, refusal: Refusal, origin: frozenset[int]) -> dict[int, tuple[int, ...]]:
-        """Other parts for the one column that an operation refuses."""
+    def uneven(self, operation: Operation) -> frozenset[int]:
+        """The columns of an operation's arguments that are not evenly divided: they go before those that are."""
+        values = [value for value in operation.reads if value in self.splits]
+        return frozenset().union(*(self.origin[v] for v in values if not even(self.splits[v].parts, self.degree)))
+
+    def packings(self, refusal: Refusal, origin: frozenset[int]) -> dict[int, list[Split]]:
+        """Other packings for the one column that an operation refuses: blocks as they are, then other parts."""
         if len(origin) != 1:
             return {}
         (number,) = origin
-        layer, hint = self.columns[number][0], refusal.parts
-        if hint is None or layer.outputs % sum(hint):
-            return {}
-        scale = layer.outputs // sum(hint)
-        return {number: tuple(part * scale for part in hint)}
+        (layer, now), hints = self.columns[number], []
+        if refusal.unit and all(length % refusal.unit == 0 for length in now.lengths):
+            hints.append(Split(0, tuple(length // refusal.unit for length in now.lengths), refusal.unit))
+        if refusal.parts and layer.outputs % sum(refusal.parts) == 0:
+            scale = layer.outputs // sum(refusal.parts)
+            hints.append(Split(0, tuple(part * scale for part in refusal.parts)))
+        return {number: hints}
 
-    def failed(self, reason: str, columns: Iterable[int], parts: dict[int, tuple[int, ...]] | None = None) -> Failed:
-        return Failed(reason, columns, parts or {}, [self.columns[n][0].weight for n in columns])
+    def failed(self, reason: str, columns: Iterable[int], packings: dict[int, list[Split]] | None = None) -> Failed:
+        return Failed(reason, columns, packings or {}, [self.columns[n][0].weight for n in columns])

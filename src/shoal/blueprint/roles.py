@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.facts import Blueprint, Operation, Ref
 from shoal.blueprint.regions import LAYERS, TRANSPOSES, Failed, Layer, Trial
+from shoal.blueprint.rules import head_splits
 from shoal.blueprint.split import Split
 from shoal.core.errors import ConfigError, nearest
 
 TRIALS = 32  # of columns and packings, for one row layer
 
 HEAD_PASSES = ("float", "to", "getitem", "view", "reshape", "contiguous", "add", "mul", "div", "tanh", "transpose",
-               "flatten", "squeeze")  # fmt: skip
+               "flatten", "squeeze", "log_softmax", "nll_loss", "cross_entropy")  # fmt: skip
+
+Columns = tuple[tuple[Layer, Split], ...]  # column layers and how their outputs are split
 
 KINDS = ("column", "row", "vocabulary", "replicated")
 
@@ -32,11 +35,14 @@ class Role(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Weights of the column layers, the weight of the one row layer, and the operations (numbers) between."""
+    """Weights of the column layers, the weight of the one row layer, and the operations (numbers) between.
+
+    ``end``: the operation whose results are sums over the group."""
 
     columns: tuple[str, ...]
     row: str
     operations: tuple[int, ...]
+    end: int
 
 
 class Roles(NamedTuple):
@@ -135,10 +141,10 @@ class _Search:
         layer = next((layer for layer in self.layers.values() if layer.weight == name), None)
         output_dim = layer.output_dim if layer else 0
         dim = 1 - output_dim if kind == "row" else output_dim if len(shape) > 1 else 0
-        if len(shape) > 2 or dim >= len(shape) or shape[dim] % self.degree:
+        if len(shape) > 2 or dim >= len(shape) or shape[dim] < self.degree:
             raise ConfigError(
                 f"{name!r} of shape {tuple(shape)} cannot take the tensor role {kind!r} over {self.degree} ranks: "
-                f"dimension {dim} must exist and be divisible by {self.degree}; leave it replicated"
+                f"dimension {dim} must exist and have {self.degree} entries or more; leave it replicated"
             )
         self.found[name] = Role(kind, Split(dim, (shape[dim],)))
         if layer and layer.bias and kind != "row":
@@ -175,8 +181,8 @@ class _Search:
 
     def region(self, row: Layer, columns: list[Layer]) -> None:
         """Accept the region that divides most: all of these columns, or without those that stand in its way."""
-        waiting: list[tuple[tuple[Layer, tuple[int, ...]], ...]] = [tuple((c, (c.outputs,)) for c in columns)]
-        tried: set[Any] = set()
+        waiting: list[Columns] = [tuple((c, Split(0, (c.outputs,))) for c in columns)]
+        tried: set[Columns] = set()
         best: tuple[int, Any] | None = None
         while waiting and len(tried) < TRIALS:
             chosen = waiting.pop(0)
@@ -184,41 +190,40 @@ class _Search:
                 continue
             tried.add(chosen)
             trial = Trial(
-                self.blueprint,
-                self.degree,
-                self.layers,
-                row,
-                {column.number: (column, parts) for column, parts in chosen},
-            )
+                self.blueprint, self.degree, self.layers, row,
+                {column.number: (column, outputs) for column, outputs in chosen},
+            )  # fmt: skip
             try:
-                row_parts = trial.run()
+                inputs = trial.run()
             except Failed as failed:
                 for name in failed.weights:
                     self.failures.setdefault(name, []).append(str(failed))
                 self.row_failures.setdefault(row.weight, []).append(str(failed))
-                waiting.append(tuple(pair for pair in chosen if pair[0].number not in failed.columns))
-                if failed.parts:
-                    waiting.append(tuple((c, failed.parts.get(c.number, parts)) for c, parts in chosen))
+                others = [
+                    tuple((c, other if c.number == number else outputs) for c, outputs in chosen)
+                    for number, packings in failed.packings.items()
+                    for other in packings
+                ]
+                without = tuple(pair for pair in chosen if pair[0].number not in failed.columns)
+                waiting = [*others, *waiting, without]
                 continue
             size = sum(self.blueprint.parameter[column.weight].bytes for column, _ in chosen)
             if best is None or size > best[0]:
-                best = (size, (row_parts, chosen, trial.visited))
+                best = (size, (inputs, chosen, trial.visited))
             if len(chosen) == len(columns):
                 break
         if best is not None:
             self.accept(row, *best[1])
 
-    def accept(
-        self, row: Layer, row_parts: tuple[int, ...], columns: tuple[tuple[Layer, tuple[int, ...]], ...], visited: Any
-    ) -> None:
+    def accept(self, row: Layer, inputs: Split, columns: Columns, visited: list[int]) -> None:
         """Give a region's parameters their roles."""
-        for column, parts in columns:
-            kind = "column" if len(parts) == 1 else "packed column"
-            self.found |= {self.first(name): Role(kind, s) for name, s in column.splits("column", parts).items()}
+        for column, outputs in columns:
+            kind = "column" if len(outputs.parts) == 1 else "packed column"
+            self.found |= {self.first(name): Role(kind, s) for name, s in column.splits("column", outputs).items()}
             self.inside.add(column.number)
-        self.found |= {name: Role("row", split) for name, split in row.splits("row", row_parts).items()}
+        self.found |= {name: Role("row", split) for name, split in row.splits("row", inputs).items()}
         self.inside.add(row.number)
-        self.regions.append(Region(tuple(c.weight for c, _ in columns), row.weight, tuple(visited)))
+        self.regions.append(Region(tuple(c.weight for c, _ in columns), row.weight, tuple(visited), row.number))
 
     def reason(self, name: str) -> str:
         """Why a parameter stays whole: numbers that do not divide before operations in the way."""
@@ -237,12 +242,13 @@ class _Search:
                 continue
             names = [self.first(str(ref.of)) for ref in (packed, out, bias) if isinstance(ref, Ref)]
             width, heads = self.blueprint.parameter[names[1]].shape[1], operation.arguments[4]
-            if heads % self.degree:
+            if heads < self.degree:
                 self.reasons |= dict.fromkeys(names[:2], f"{heads} heads cannot be divided among {self.degree}")
             elif not kept & set(names) and not self.found.keys() & set(names):
-                self.found |= {n: Role("packed column", Split(0, (width,) * 3)) for n in (names[0], *names[2:])}
-                self.found[names[1]] = Role("row", Split(1, (width,)))
-                self.regions.append(Region((names[0],), names[1], (number,)))
+                columns, rows = head_splits(heads, width, self.degree)
+                self.found |= {n: Role("packed column", columns) for n in (names[0], *names[2:])}
+                self.found[names[1]] = Role("row", rows)
+                self.regions.append(Region((names[0],), names[1], (number,), number))
 
     # Vocabulary
 
@@ -266,7 +272,7 @@ class _Search:
                 continue
             dim = self.layers[heads[0]].output_dim if heads else 0
             size = parameter.shape[dim]
-            if size % self.degree:
+            if size < self.degree:
                 self.reasons[name] = f"its vocabulary of {size} cannot be divided among {self.degree}"
                 continue
             self.found[name] = Role("vocabulary", Split(dim, (size,)))

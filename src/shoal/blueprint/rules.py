@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.blueprint.calls import Call, Outcome, names
 from shoal.blueprint.shape_rules import SHAPE_RULES, aligned
-from shoal.blueprint.split import Refusal, Seen, Split, fits
+from shoal.blueprint.split import Refusal, Seen, Split, even, fits, simplest
 
 
 def rule(call: Call) -> Outcome:
@@ -45,13 +45,10 @@ def linear(call: Call) -> Outcome:
     x, weight = seen[0], seen[1]
     last = len(x.shape) - 1
     if weight.split is not None and weight.split.dim == 0:
-        parts = weight.split.parts
-        return Outcome(Split(last, parts), (None, weight.split, Split(0, parts))[: len(seen)])
+        return Outcome(weight.split.on(last), (None, weight.split, weight.split)[: len(seen)])
     along = weight.split or (x.split if x.split is not None and x.split.dim == last else None)
     if along is not None:
-        return Outcome(
-            None, (Split(last, along.parts), Split(1, along.parts), None)[: len(seen)], "row", None, partial=True
-        )
+        return Outcome(None, (along.on(last), along.on(1), None)[: len(seen)], "row", None, partial=True)
     return Outcome(x.split, (x.split, None, None)[: len(seen)])
 
 
@@ -64,14 +61,14 @@ def product(a: Seen, b: Seen) -> tuple[Split | None, Split | None, Split | None,
     right_b = b.split.dim - len(b.shape) if b.split else None
     inner = a.split if right_a == -1 else b.split if right_b == -2 else None
     if inner is not None:
-        return None, Split(len(a.shape) - 1, inner.parts), Split(len(b.shape) - 2, inner.parts), True
+        return None, inner.on(len(a.shape) - 1), inner.on(len(b.shape) - 2), True
     if right_b == -1 and b.split:
-        return Split(rank - 1, b.split.parts), None, b.split, False
+        return b.split.on(rank - 1), None, b.split, False
     if right_a == -2 and a.split:
-        return Split(rank - 2, a.split.parts), a.split, None, False
+        return a.split.on(rank - 2), a.split, None, False
     lead, right = (a.split, right_a) if a.split else (b.split, right_b)
     assert lead is not None and right is not None
-    return Split(rank + right, lead.parts), aligned(a, right, lead.parts), aligned(b, right, lead.parts), False
+    return lead.on(rank + right), aligned(a, right, lead), aligned(b, right, lead), False
 
 
 def matmul(call: Call) -> Outcome:
@@ -92,7 +89,7 @@ def added_product(call: Call) -> Outcome:
         return Outcome(None, (None, target_a, target_b), "row", None, partial=True)
     assert output is not None
     rank = max(len(a.shape), len(b.shape))
-    target = aligned(added, output.dim - rank, output.parts)
+    target = aligned(added, output.dim - rank, output)
     return Outcome(output, (target, target_a, target_b))
 
 
@@ -101,29 +98,35 @@ def attention(call: Call) -> Outcome:
     seen = call.tensors
     lead = next(tensor for tensor in seen if tensor.split is not None)
     assert lead.split is not None
-    right, parts = lead.split.dim - len(lead.shape), lead.split.parts
+    right, split = lead.split.dim - len(lead.shape), lead.split
     if right > -3:
         raise Refusal("attention works along the split dimension")
     query, key = seen[0], seen[1]
     repeats = False
     if right == -3 and call.keywords.get("enable_gqa") and key.shape[-3] != query.shape[-3]:
         queries, keys = (query.shape[-3],), (key.shape[-3],)
-        if (lead is query and parts != queries) or (lead is not query and parts != keys):
+        if split.parts != (queries if lead is query else keys):
             raise Refusal("grouped heads in several parts")
-        repeats = not fits(keys, call.degree)
+        repeats = not even(keys, call.degree)
         pair = None if repeats else Split(len(key.shape) - 3, keys)
-        targets = [Split(len(query.shape) - 3, queries), pair, pair]
-        parts = queries
+        split = Split(len(query.shape) - 3, queries)
+        targets = [split, pair, pair]
     else:
-        targets = [aligned(tensor, right, parts) for tensor in seen[:3]]
-    targets += [aligned(mask, right, parts) for mask in seen[3:]]
+        targets = [aligned(tensor, right, split) for tensor in seen[:3]]
+    targets += [aligned(mask, right, split) for mask in seen[3:]]
     drops = call.get(4, "dropout_p", 0.0) > 0
-    split = Split(len(query.shape) + right, parts)
-    return Outcome(split, tuple(targets), "attention" if repeats or drops else "", repeats)
+    how = "attention" if repeats or drops else ""
+    return Outcome(split.on(len(query.shape) + right), tuple(targets), how, repeats)
 
 
 #: Where multi_head_attention_forward's arguments stand: heads, packed weights, and what must be absent.
 _HEADS, _PACKED, _PACKED_BIAS, _ABSENT, _OUT, _OUT_BIAS = 4, 5, 6, (7, 8), 11, 12
+
+
+def head_splits(heads: int, width: int, degree: int) -> tuple[Split, Split]:
+    """How torch's attention layers are divided by heads: the packed projection, and the output's."""
+    unit = width // heads
+    return simplest(Split(0, (heads,) * 3, unit), degree), simplest(Split(1, (heads,), unit), degree)
 
 
 def attention_layer(call: Call) -> Outcome:
@@ -131,12 +134,12 @@ def attention_layer(call: Call) -> Outcome:
     args, seen = call.args, call.tensors
     heads, packed, out = args[_HEADS], args[_PACKED], args[_OUT]
     special = any(args[place] is not None for place in _ABSENT) or args[9] or call.keywords.get("need_weights", True)
-    if special or call.keywords.get("use_separate_proj_weight") or len(args[0].shape) != 3 or heads % call.degree:
+    if special or call.keywords.get("use_separate_proj_weight") or len(args[0].shape) != 3 or heads < call.degree:
         raise Refusal(f"attention of {heads} heads over {call.degree} ranks that gives its weights or has its own keys")
     width = packed.shape[0] // 3
-    parts = Split(0, (width,) * 3)
+    parts, rows = head_splits(heads, width, call.degree)
     mask = call.keywords.get("attn_mask")
-    if (mask is not None and len(mask.shape) != 2) or packed.split != parts or out.split != Split(1, (width,)):
+    if (mask is not None and len(mask.shape) != 2) or packed.split != parts or out.split != rows:
         raise Refusal("attention whose projections are not divided by heads")
     bias = args[_PACKED_BIAS]
     wanted = {id(packed): parts, id(bias): parts, id(out): out.split}
@@ -151,7 +154,7 @@ def embedding(call: Call) -> Outcome:
     if weight.split is None:
         return Outcome(ids.split, (ids.split, None))
     if weight.split.dim == 1:
-        return Outcome(Split(len(ids.shape), weight.split.parts), (None, weight.split))
+        return Outcome(weight.split.on(len(ids.shape)), (None, weight.split))
     if len(weight.split.parts) > 1:
         raise Refusal("a table in several parts")
     return Outcome(None, (None, weight.split), "embedding", None, partial=True)
@@ -166,12 +169,40 @@ def einsum(call: Call) -> Outcome:
     letters, seen = inputs.split(","), call.tensors
     lead, tensor = next((name, t) for name, t in zip(letters, seen, strict=True) if t.split)
     assert tensor.split is not None
-    letter, parts = lead[tensor.split.dim], tensor.split.parts
-    targets = tuple(Split(name.index(letter), parts) if letter in name else None for name in letters)
+    letter, split = lead[tensor.split.dim], tensor.split
+    targets = tuple(split.on(name.index(letter)) if letter in name else None for name in letters)
     if letter in output:
-        return Outcome(Split(output.index(letter), parts), targets)
+        return Outcome(split.on(output.index(letter)), targets)
     return Outcome(None, targets, "", None, partial=True)
 
+
+def log_softmax(call: Call) -> Outcome:
+    """log_softmax(input, dim): along the split dimension the ranks share largest value and sum."""
+    first = call.tensors[0]
+    if first.split is None or call.get(1, "dim") is None or call.get(1, "dim") % len(first.shape) != first.split.dim:
+        return SHAPE_RULES["log_softmax"](call)
+    if call.get(3, "dtype") is not None:
+        raise Refusal("log_softmax as another type")
+    return Outcome(first.split, (first.split,), call.name)
+
+
+def class_loss(call: Call) -> Outcome:
+    """cross_entropy, nll_loss(input, target, weight, ...) of class numbers: every rank has some of the classes."""
+    seen = call.tensors
+    first, target = seen[0], seen[1]
+    dim = min(1, len(first.shape) - 1)
+    split = first.split
+    if split is None or split.dim != dim or len(split.parts) > 1:
+        raise Refusal(f"{call.name} of values that are not split along their classes")
+    if target.shape != (*first.shape[:dim], *first.shape[dim + 1 :]):
+        raise Refusal(f"{call.name} of probabilities")
+    if call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
+        raise Refusal(f"{call.name} with size_average or reduce")
+    return Outcome(None, (split, None, split.on(0))[: len(seen)], call.name)
+
+
+#: How functions run in which the ranks talk to each other on the way: no region holds one.
+LOSSES = ("log_softmax", "cross_entropy", "nll_loss")
 
 RULES = {
     **SHAPE_RULES,
@@ -179,5 +210,6 @@ RULES = {
         ("linear", linear), ("matmul mm bmm", matmul), ("addmm baddbmm", added_product),
         ("multi_head_attention_forward", attention_layer),
         ("scaled_dot_product_attention", attention), ("embedding", embedding), ("einsum", einsum),
+        ("log_softmax", log_softmax), ("cross_entropy nll_loss", class_loss),
     ),
 }  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shoal.blueprint.calls import Call, Outcome, Outputs, names
-from shoal.blueprint.split import Refusal, Seen, Split, cut, local_shape, reshaped
+from shoal.blueprint.split import Refusal, Seen, Split, cut, local_shape, local_size, reshaped, simplest
 
 
 def elementwise(call: Call) -> Outcome:
@@ -27,18 +27,18 @@ def broadcast(seen: list[Seen]) -> Outcome:
     lead = next(tensor for tensor in seen if tensor.split is not None)
     assert lead.split is not None
     right = lead.split.dim - len(lead.shape)
-    targets = tuple(aligned(tensor, right, lead.split.parts) for tensor in seen)
-    return Outcome(Split(rank + right, lead.split.parts), targets)
+    targets = tuple(aligned(tensor, right, lead.split) for tensor in seen)
+    return Outcome(lead.split.on(rank + right), targets)
 
 
-def aligned(tensor: Seen, right: int, parts: tuple[int, ...]) -> Split | None:
-    """The split that an operand needs where dimension ``right`` (counted from the end) of the result is split."""
+def aligned(tensor: Seen, right: int, split: Split) -> Split | None:
+    """The split that an operand needs where dimension ``right`` (counted from the end) of the result is split so."""
     dim = len(tensor.shape) + right
     if dim < 0 or tensor.shape[dim] == 1:
         return None
-    if tensor.shape[dim] != sum(parts):
-        raise Refusal(f"a dimension of {tensor.shape[dim]} meets a split one of {sum(parts)}")
-    return Split(dim, parts)
+    if tensor.shape[dim] != split.size:
+        raise Refusal(f"a dimension of {tensor.shape[dim]} meets a split one of {split.size}")
+    return split.on(dim)
 
 
 def _alone(call: Call) -> tuple[Seen, Split]:
@@ -88,7 +88,7 @@ def _to_shape(call: Call, after: tuple[int, ...]) -> Outcome:
         known = math.prod(size for size in after if size != -1)
         after = tuple(math.prod(first.shape) // known if size == -1 else size for size in after)
     split = reshaped(first.split, first.shape, after, call.degree)
-    return _same(call, split, "reshape", local_shape(after, split, call.degree))
+    return _same(call, split, "reshape", local_shape(after, split, call.degree, call.rank))
 
 
 def flatten(call: Call) -> Outcome:
@@ -132,8 +132,8 @@ def expand(call: Call) -> Outcome:
     sizes = call.tensors[1].shape if call.name == "expand_as" else _sizes(call, "size")
     more = len(sizes) - len(first.shape)
     after = tuple(first.shape[d - more] if size == -1 else size for d, size in enumerate(sizes))
-    split = Split(first.split.dim + more, first.split.parts)
-    return _same(call, split, "expand", local_shape(after, split, call.degree))
+    split = first.split.on(first.split.dim + more)
+    return _same(call, split, "expand", local_shape(after, split, call.degree, call.rank))
 
 
 def repeat(call: Call) -> Outcome:
@@ -141,7 +141,7 @@ def repeat(call: Call) -> Outcome:
     first, split = _alone(call)
     sizes = _sizes(call, "repeats" if "repeats" in call.keywords else "size")
     dim = split.dim + len(sizes) - len(first.shape)
-    return _same(call, Split(dim, split.parts * sizes[dim]))
+    return _same(call, Split(dim, split.parts * sizes[dim], split.unit))
 
 
 def repeat_interleave(call: Call) -> Outcome:
@@ -151,7 +151,7 @@ def repeat_interleave(call: Call) -> Outcome:
     if not isinstance(times, int) or dim is None:
         raise Refusal("repeat_interleave without a number and a dimension")
     if dim % len(first.shape) == split.dim:
-        split = Split(split.dim, tuple(part * times for part in split.parts))
+        split = simplest(Split(split.dim, split.parts, split.unit * times), call.degree)
     return _same(call, split)
 
 
@@ -175,7 +175,7 @@ def permute(call: Call) -> Outcome:
             raise Refusal("several dimensions moved at once")
         moved = order.pop(source)
         order.insert(to % len(first.shape), moved)
-    return _same(call, Split(order.index(split.dim), split.parts))
+    return _same(call, split.on(order.index(split.dim)))
 
 
 def pieces(call: Call) -> Outcome:
@@ -196,14 +196,12 @@ def pieces(call: Call) -> Outcome:
         sizes = tuple(min(step, size - at) for at in range(0, size, step))
     if dim != split.dim:
         return _same(call, (split,) * len(sizes))
-    found = cut(split.parts, sizes)
-    return _same(
-        call, tuple(Split(dim, parts) for parts in found), "cut", (tuple(s // call.degree for s in sizes), dim)
-    )
+    found = tuple(cut(split, sizes))
+    return _same(call, found, "cut", (tuple(local_size(piece, call.degree, call.rank) for piece in found), dim))
 
 
 def _without(split: Split, dims: set[int]) -> Split:
-    return Split(split.dim - sum(dim < split.dim for dim in dims), split.parts)
+    return split.on(split.dim - sum(dim < split.dim for dim in dims))
 
 
 def unbind(call: Call) -> Outcome:
@@ -224,7 +222,7 @@ def narrow(call: Call) -> Outcome:
         return _same(call, split)
     low, length = call.get(2, "start"), call.get(3, "length")
     index = (*(("slice", None, None, None),) * dim, ("slice", low, low + length, None))
-    return getitem(Call("getitem", (first, index), {}, call.degree))
+    return getitem(call._replace(name="getitem", args=(first, index), keywords={}))
 
 
 def getitem(call: Call) -> Outcome:
@@ -242,7 +240,7 @@ def getitem(call: Call) -> Outcome:
             new += 1
             continue
         if old == split.dim:
-            after, part = _cut_slice(part, split, new, call.degree)
+            after, part = _cut_slice(part, split, new, call)
             new += 1
         elif _is_mark(part):
             new += 1
@@ -274,7 +272,7 @@ def _expanded(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     return (*index, *fill)
 
 
-def _cut_slice(part: Any, split: Split, dim: int, degree: int) -> tuple[Split, Any]:
+def _cut_slice(part: Any, split: Split, dim: int, call: Call) -> tuple[Split, Any]:
     """A slice of the split dimension, whole parts of it."""
     if not _is_mark(part) or not all(isinstance(bound, int | None) for bound in part[1:]):
         raise Refusal("single entries are taken of the split dimension", (1,) * split.size)
@@ -282,8 +280,10 @@ def _cut_slice(part: Any, split: Split, dim: int, degree: int) -> tuple[Split, A
     if step != 1 or high <= low:
         raise Refusal("a slice with a step of the split dimension")
     sizes = tuple(size for size in (low, high - low, split.size - high) if size)
-    parts = cut(split.parts, sizes)[1 if low else 0]
-    return Split(dim, parts), ("slice", low // degree, high // degree, None)
+    found = cut(split, sizes)
+    at = 1 if low else 0
+    start = sum(local_size(piece, call.degree, call.rank) for piece in found[:at])
+    return found[at].on(dim), ("slice", start, start + local_size(found[at], call.degree, call.rank), None)
 
 
 def cat(call: Call) -> Outcome:
@@ -296,9 +296,10 @@ def cat(call: Call) -> Outcome:
     if dim != lead.split.dim:
         return Outcome(lead.split, tuple(None if tensor.shape == (0,) else lead.split for tensor in seen))
     targets = tuple(tensor.split or Split(dim, (tensor.shape[dim],)) for tensor in seen)
-    if any(target.dim != dim for target in targets):
-        raise Refusal("tensors split along other dimensions are joined")
-    return Outcome(Split(dim, tuple(part for target in targets for part in target.parts)), targets)
+    if any(target.dim != dim or target.unit != targets[0].unit for target in targets):
+        raise Refusal("tensors split along other dimensions, or in other blocks, are joined")
+    parts = tuple(part for target in targets for part in target.parts)
+    return Outcome(Split(dim, parts, targets[0].unit), targets)
 
 
 def stack(call: Call) -> Outcome:
@@ -306,7 +307,7 @@ def stack(call: Call) -> Outcome:
     seen = call.tensors
     split = next(tensor.split for tensor in seen if tensor.split is not None)
     dim = call.get(1, "dim", 0) % (len(seen[0].shape) + 1)
-    return Outcome(Split(split.dim + (dim <= split.dim), split.parts), (split,) * len(seen))
+    return Outcome(split.on(split.dim + (dim <= split.dim)), (split,) * len(seen))
 
 
 def along(call: Call) -> Outcome:

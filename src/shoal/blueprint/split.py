@@ -11,15 +11,27 @@ class Split(NamedTuple):
     """Dimension ``dim`` is made of consecutive ``parts``; every rank holds its share of each, in order of rank.
 
     One part is the plain case. Packed projections have several: (query, key, value), each divided among the ranks.
+    A part counts in blocks of ``unit`` entries that no rank has a piece of (3 heads of 12: (3,) in units of 12); the
+    first ranks have one block more where the degree does not divide them. What is divided evenly has the unit 1.
     """
 
     dim: int
     parts: tuple[int, ...]
+    unit: int = 1
 
     @property
     def size(self) -> int:
         """The whole dimension."""
-        return sum(self.parts)
+        return sum(self.parts) * self.unit
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The parts in entries."""
+        return tuple(part * self.unit for part in self.parts)
+
+    def on(self, dim: int) -> Split:
+        """The same on another dimension."""
+        return self._replace(dim=dim)
 
 
 class Seen(NamedTuple):
@@ -30,32 +42,54 @@ class Seen(NamedTuple):
 
 
 class Refusal(Exception):
-    """An operation cannot run on split tensors as they are. ``parts``: of the dimension, with which it could."""
+    """An operation cannot run on split tensors as they are. With the dimension in ``parts``, or in blocks of ``unit``
+    entries, it could."""
 
-    def __init__(self, reason: str, parts: tuple[int, ...] | None = None) -> None:
+    def __init__(self, reason: str, parts: tuple[int, ...] | None = None, unit: int | None = None) -> None:
         super().__init__(reason)
-        self.parts = parts
+        self.parts, self.unit = parts, unit
 
 
 def fits(parts: tuple[int, ...], degree: int) -> bool:
-    """Whether every part can be divided evenly."""
+    """Whether every rank gets some of every part."""
+    return all(part >= degree for part in parts)
+
+
+def even(parts: tuple[int, ...], degree: int) -> bool:
+    """Whether every rank gets as much."""
     return all(part % degree == 0 for part in parts)
 
 
-def local_shape(shape: tuple[int, ...], split: Split | None, degree: int) -> tuple[int, ...]:
+def simplest(split: Split, degree: int) -> Split:
+    """The split in units of 1 where it is an even one, so that equal splits are equal values."""
+    return Split(split.dim, split.lengths) if even(split.parts, degree) else split
+
+
+def share(part: int, degree: int, rank: int) -> tuple[int, int]:
+    """(start, number) of the blocks of a part that a rank holds."""
+    number, more = divmod(part, degree)
+    return rank * number + min(rank, more), number + (rank < more)
+
+
+def local_size(split: Split, degree: int, rank: int) -> int:
+    """How many entries of the dimension a rank holds."""
+    return sum(share(part, degree, rank)[1] for part in split.parts) * split.unit
+
+
+def local_shape(shape: tuple[int, ...], split: Split | None, degree: int, rank: int) -> tuple[int, ...]:
     """One rank's shape."""
     if split is None:
         return shape
-    return (*shape[: split.dim], split.size // degree, *shape[split.dim + 1 :])
+    return (*shape[: split.dim], local_size(split, degree, rank), *shape[split.dim + 1 :])
 
 
 def spans(split: Split, degree: int, rank: int) -> list[tuple[int, int, int]]:
     """(offset in the whole dimension, offset in the rank's, length) of each piece that a rank holds."""
     found, whole, local = [], 0, 0
     for part in split.parts:
-        share = part // degree
-        found.append((whole + rank * share, local, share))
-        whole, local = whole + part, local + share
+        start, number = share(part, degree, rank)
+        found.append((whole + start * split.unit, local, number * split.unit))
+        whole, local = whole + part * split.unit, local + number * split.unit
     return found
 
 
@@ -65,23 +99,30 @@ def reshaped(split: Split, before: tuple[int, ...], after: tuple[int, ...], degr
         if split.dim in old:
             at = old.index(split.dim)
             outer, inner = math.prod(before[d] for d in old[:at]), math.prod(before[d] for d in old[at + 1 :])
-            flat = tuple(part * inner for part in split.parts) * outer
+            flat = simplest(Split(0, split.parts * outer, split.unit * inner), degree)
             return _placed(flat, [(d, after[d]) for d in new], degree)
     raise Refusal(f"{before} cannot be seen as {after}")
 
 
-def _placed(parts: tuple[int, ...], dims: list[tuple[int, int]], degree: int) -> Split:
-    """The split of a dimension with these parts, cut into ``dims`` (number, size)."""
+def _placed(flat: Split, dims: list[tuple[int, int]], degree: int) -> Split:
+    """The split of one dimension, cut into ``dims`` (number, size)."""
+    parts, unit = flat.parts, flat.unit
     for at, (dim, size) in enumerate(dims):
         rest = math.prod(size for _, size in dims[at + 1 :])
-        if all(part % rest == 0 for part in parts) and fits(tuple(part // rest for part in parts), degree):
-            return Split(dim, tuple(part // rest for part in parts))
+        if unit % rest == 0 and fits(parts, degree):
+            return simplest(Split(dim, parts, unit // rest), degree)
+        whole = all(part * unit % rest == 0 for part in parts)
+        blocks = tuple(part * unit // rest if whole else part * unit / rest for part in parts)
+        if whole and even(parts, degree) and all(block % degree == 0 for block in blocks):
+            return Split(dim, tuple(map(int, blocks)))
         count, over = divmod(len(parts), size)
         chunk = parts[: max(count, 1)]
-        if over or not count or parts != chunk * size or sum(chunk) != rest:
-            sizes = tuple(part // rest if part % rest == 0 else part / rest for part in parts)
-            hint = (rest,) * size if len(parts) == 1 and size > 1 else None
-            raise Refusal(f"{' + '.join(map(str, sizes))} (heads) cannot be divided among {degree}", hint)
+        if over or not count or parts != chunk * size or sum(chunk) * unit != rest:
+            raise Refusal(
+                f"{' + '.join(map(str, blocks))} (heads) cannot be divided among {degree}",
+                (rest,) * size if len(parts) == 1 and size > 1 else None,
+                rest if whole and fits(tuple(map(int, blocks)), degree) else None,
+            )
         parts = chunk
     raise Refusal(f"{' + '.join(map(str, parts))} cannot be divided among {degree}")
 
@@ -107,21 +148,21 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[
     return found
 
 
-def cut(parts: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The parts in each of consecutive pieces of a split dimension. Raises Refusal, with the parts that would do."""
-    ends, wanted = set(itertools.accumulate(parts)), list(itertools.accumulate(sizes))
+def cut(split: Split, sizes: tuple[int, ...]) -> list[Split]:
+    """How consecutive pieces of a split dimension lie. Raises Refusal, with the parts that would do."""
+    ends, wanted = set(itertools.accumulate(split.lengths)), list(itertools.accumulate(sizes))
     if not set(wanted) <= ends:
         bounds = [0, *sorted(ends | set(wanted))]
         better = tuple(high - low for low, high in itertools.pairwise(bounds))
-        raise Refusal(f"pieces of {sizes} are taken of a dimension split as {parts}", better)
-    found: list[tuple[int, ...]] = []
+        raise Refusal(f"pieces of {sizes} are taken of a dimension split as {split.lengths}", better)
+    found: list[Split] = []
     at = 0
     for size in sizes:
         piece: list[int] = []
-        while sum(piece) < size:
-            piece.append(parts[at])
+        while sum(piece) * split.unit < size:
+            piece.append(split.parts[at])
             at += 1
-        found.append(tuple(piece))
+        found.append(Split(split.dim, tuple(piece), split.unit))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shoal.cli import checkpoint, measure, train, verify
+from shoal.cli import checkpoint, measure, plan, train, verify
 
 app = typer.Typer(
     name="shoal",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.command("train", help=train.HELP)(train.command)
 app.command("verify", help=verify.HELP)(verify.command)
+app.command("plan", help=plan.HELP)(plan.command)
 app.command("measure", help=measure.HELP)(measure.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.loading import loading
+
 app = typer.Typer(help="Look at, check and export a run's checkpoints.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder (its --out)")]
 
@@ -29,7 +31,8 @@ def _told() -> Iterator[None]:
 @app.command("list")
 def show(run: Folder) -> None:
     """List the checkpoints of RUN, newest first."""
-    from shoal.checkpoint import list_checkpoints
+    with loading():
+        from shoal.checkpoint import list_checkpoints
 
     with _told():
         for found in list_checkpoints(run):
@@ -39,7 +42,8 @@ def show(run: Folder) -> None:
 @app.command()
 def verify(run: Folder) -> None:
     """Read every byte of RUN's checkpoints and compare with its checksum; exit status 1 if one is broken."""
-    from shoal.checkpoint import verify_checkpoints
+    with loading():
+        from shoal.checkpoint import verify_checkpoints
 
     broken = False
     with _told():
@@ -58,7 +62,8 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="the averaged weights")] = False,
 ) -> None:
     """Write the weights of RUN under the model's own names, as safetensors."""
-    from shoal.checkpoint import export as export_checkpoint
+    with loading():
+        from shoal.checkpoint import export as export_checkpoint
 
     with _told():
         typer.echo(str(export_checkpoint(run, to, step=step, dtype=dtype, ema=ema)))

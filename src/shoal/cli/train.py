@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.loading import loading
 from shoal.engine.settings import RunSettings
 
 HELP = "Train the Job in FILE on every worker of this machine, or in the world that torchrun or SLURM set up."
@@ -62,8 +63,9 @@ def command(
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 finished, 75 stopped on request after saving, else failed."""
-    from shoal.core.errors import ShoalError
-    from shoal.launch.train import Launch, run_file
+    with loading():
+        from shoal.core.errors import ShoalError
+        from shoal.launch.train import Launch, run_file
 
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     try:

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.loading import loading
 from shoal.cli.train import flags_of
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
 #: Settings of the run that count here, with what is said of their defaults where it is not the run's own.
 FLAGS = {
-    "mesh": "", "plan": "", "schedule": "", "chunks": "", "shard_level": "", "recompute": "", "cpu_offload": "",
+    "mesh": "", "plan": "", "schedule": "", "chunks": "", "sequence_parallel": "", "shard_level": "", "recompute": "", "cpu_offload": "",
     "global_batch": "", "micro_batch": "", "clip": "", "precision": "fp64", "steps": "3", "seed": "",
 }  # fmt: skip
 
@@ -30,8 +31,9 @@ def command(
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 where nothing is different or broken, else 1."""
-    from shoal.core.errors import ShoalError
-    from shoal.verify import verify_file
+    with loading():
+        from shoal.core.errors import ShoalError
+        from shoal.verify import verify_file
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

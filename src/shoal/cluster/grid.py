@@ -56,6 +56,18 @@ def grid(kind: Literal["cpu", "cuda"]) -> Grid:
     )
 
 
+def quick(kind: Literal["cpu", "cuda"]) -> Grid:
+    """A grid of a second or two, for a run that would else know nothing of its machine."""
+    usual = grid(kind)
+    shapes = ((64, 64, 64), (256, 256, 256), (1024, 256, 1024), (512, 1024, 1024))
+    return usual.model_copy(
+        update={
+            "products": shapes, "precisions": (), "corners": (), "stream_bytes": usual.stream_bytes[2::3],
+            "largest_bytes": 4 * MIB, "sizes": 3, "optimizer_numel": MIB, "disk_bytes": MIB, "budget_s": 1.0,
+        }
+    )  # fmt: skip
+
+
 def tiny() -> Grid:
     """A grid that takes a second or two."""
     return Grid(

@@ -43,11 +43,16 @@ def check(path: str | Path) -> None:
 
 def write(cluster: Cluster, path: str | Path) -> None:
     """An SVG or an HTML page, as the name ends. Raises ConfigError: another ending, nothing measured, no folder."""
+    save(svg(cluster), path, cluster.name, page(cluster))
+
+
+def save(picture: str, path: str | Path, name: str, words: str) -> None:
+    """Write an SVG, with ``words`` above it where the file is a page. Raises ConfigError: another ending, no folder."""
     check(path)
-    made = svg(cluster)
+    made = picture
     if Path(path).suffix.lower() == ".html":
-        title, text = html.escape(cluster.name), html.escape(page(cluster))
-        made = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title>\n<pre>{text}</pre>\n{made}\n'
+        title, text = html.escape(name), html.escape(words)
+        made = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title>\n<pre>{text}</pre>\n{picture}\n'
     try:
         Path(path).write_text(made, encoding="utf-8")
     except OSError as error:
@@ -61,6 +66,11 @@ def svg(cluster: Cluster) -> str:
     panels = _panels(cluster)
     if not panels:
         raise ConfigError(f"{cluster.name} holds no measured points to draw; measure it: shoal measure")
+    return drawn(panels)
+
+
+def drawn(panels: Sequence[Panel]) -> str:
+    """Charts side by side, as an SVG's text."""
     across = 2
     rows = math.ceil(len(panels) / across)
     parts = [

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,13 @@ from shoal.engine.resolve import resolve
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
+from shoal.engine.start import Start, begin
 from shoal.engine.weights import load_weights
 from shoal.job import Job
 from shoal.monitor.events import cut_back
 from shoal.monitor.sinks import Sink, Sinks, load_sinks
 from shoal.parallel.pipeline.apply import Example
-from shoal.parallel.replicate.batchnorm import globalise
+from shoal.parallel.replicate.batchnorm import GlobalBatchNorm, globalise
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,10 @@ def build(
     layout = lay_out(resolve(settings, ranks), place.device.type)
     precision = Precision(layout.plan.precision, place.device.type)
 
-    model, notes = _model(job, settings, precision, place.device)
-    if settings.init_from and reader is None:
-        notes += load_weights(model, settings.init_from, "--init-from")
-    check_same_model(model)
-    norms = globalise(model, layout.data) if layout.data_ranks > 1 else []
-    with precision.user_code():
-        seed_all(settings.seed)
-        optimizer = NamedOptimizer(job.optimizer(model), model)
+    weights = _weights(job, settings) if reader is None else None
+    start, norms, optimizer, notes = _made(job, settings, precision, layout, place.device, weights)
+    model = start.model
+    layout = layout.of_model(model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
     if not any(param.requires_grad for param in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
@@ -87,8 +84,12 @@ def build(
         dataset = job.data()
     source = Windows(dataset, data_settings)
     check_same_data(source)
-    parts = spread(model, layout, place.device, lambda: _example(job, source, precision, place.device))
-    optimizer.hold(model)
+    loaded = weights is not None or reader is not None
+    parts = spread(start, layout, place.device, lambda: _example(job, source, precision, place.device), loaded)
+    notes += parts.notes
+    if weights is not None and layout.divides:
+        notes += load_weights(model, *weights, parts.held)
+    optimizer.hold(model, parts.held)
     total = total_steps(settings, source.windows_per_epoch)
     schedule = make_schedule(job, optimizer.optimizer, total)
     check_scaled(schedule.chosen, settings.lr_factor)
@@ -150,22 +151,68 @@ def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | 
     return agreed
 
 
-def _model(job: Job, settings: RunSettings, precision: Precision, device: torch.device) -> tuple[nn.Module, list[str]]:
+def _weights(job: Job, settings: RunSettings) -> tuple[str, str] | None:
+    """Weights to begin from, and who asked for them."""
+    if settings.init_from:
+        return settings.init_from, "--init-from"
+    asked = job.init_from()
+    return (str(asked), "init_from()") if asked else None
+
+
+class _Made(NamedTuple):
+    start: Start
+    norms: list[GlobalBatchNorm]
+    optimizer: NamedOptimizer
+    notes: list[str]
+
+
+def _made(
+    job: Job, settings: RunSettings, precision: Precision, layout: Layout, device: torch.device,
+    weights: tuple[str, str] | None, whole: str | None = None,
+) -> _Made:  # fmt: skip
+    """Collective. Model and optimizer; where the layout divides the model, before it has its weights.
+
+    ``whole``: why it is built whole nonetheless."""
+    start, notes = _model(job, settings, precision, layout, device, whole)
+    model = start.model
+    if weights is not None and not layout.divides:
+        notes += load_weights(model, *weights)
+    if start.values is None:
+        check_same_model(model)
+    norms = globalise(model, layout.data) if layout.data_ranks > 1 else []
     with precision.user_code():
         seed_all(settings.seed)
-        model = job.model()
+        optimizer = NamedOptimizer(job.optimizer(model), model)
+    if start.values is not None and optimizer.optimizer.state:
+        kind = type(optimizer.optimizer).__name__
+        return _made(job, settings, precision, layout, device, weights, f"{kind} has state before its first step")
+    return _Made(start, norms, optimizer, notes)
+
+
+def _model(
+    job: Job, settings: RunSettings, precision: Precision, layout: Layout, device: torch.device, whole: str | None
+) -> tuple[Start, list[str]]:  # fmt: skip
+    if layout.divides:
+        start = begin(job.model, lambda: seed_all(settings.seed), precision.default_dtype, whole)
+    else:
+        with precision.user_code():
+            seed_all(settings.seed)
+            start = Start(job.model())
+    model = start.model
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
     refuse_parallel(model)
     if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise ModelError(f"parameter {lazy[0]!r} has no shape yet; give lazy modules a batch in model()")
     notes = precision.widen(model)
-    model.to(device)
+    if start.whole is not None:
+        notes.append(f"every rank builds the whole model before it is divided: {start.whole}")
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     model.train()
     drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
     if drops and dist.get_world_size() > 1:
         notes.append("dropout masks depend on the number of workers: this run repeats exactly only with as many")
-    return model, notes
+    return start, notes
 
 
 def total_steps(settings: RunSettings, per_epoch: int | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def newest_everywhere(folder: Path) -> tuple[Found | None, list[Found]]:
             return Found(step, path, None), skipped
         skipped.append(Found(step, path, problem))
     return None, skipped
+
+
+def first_differing(paths: Sequence[Path]) -> int | None:
+    """Collective. The first rank for which some of these files hold other bytes than for rank 0; None where none does.
+
+    Files on one disk are one file; where ranks have several disks, one rank of each reads through its own.
+    """
+    marks = _told([_where(path) for path in paths])
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    reads = marks.count(marks[0]) < len(marks) and marks.index(marks[rank]) == rank
+    sums = _told([_checksum(path) for path in paths] if reads else None)
+    return next((rank for rank, found in enumerate(sums) if found not in (None, sums[0])), None)
 
 
 def _listed(folder: Path) -> list[tuple[int, str]]:
@@ -56,11 +69,24 @@ def _problem_anywhere(path: Path, step: int) -> str | None:
 
 def _mark(path: Path) -> tuple[Any, ...]:
     """Where this rank's manifest lies, and its checksum last."""
+    where = _where(path / MANIFEST)
+    return (*where, _checksum(path / MANIFEST)) if where else (None,)
+
+
+def _where(path: Path) -> tuple[Any, ...]:
+    """Which file this rank sees there: equal for ranks that see the same one. Nothing where there is none."""
     try:
-        facts = os.stat(path / MANIFEST)
-        return socket.gethostname(), facts.st_dev, facts.st_ino, file_checksum(path / MANIFEST)
+        facts = os.stat(path)
     except OSError:
-        return (None,)
+        return ()
+    return socket.gethostname(), facts.st_dev, facts.st_ino
+
+
+def _checksum(path: Path) -> Any:
+    try:
+        return file_checksum(path)
+    except OSError:
+        return None
 
 
 def _told(value: Any) -> list[Any]:

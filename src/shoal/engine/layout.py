@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoal.engine.names import plain
+from shoal.plan.fingerprint import Parameter, check_model, fingerprint
 from shoal.plan.mesh import AXES
 from shoal.plan.plan import Plan
 from shoal.plan.ranks import Coordinates, coordinates, data_rank, data_ranks
@@ -37,6 +40,11 @@ class Layout:
         return data_ranks(self.plan.mesh)
 
     @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of the model rather than all of it."""
+        return self.device_mesh is not None
+
+    @property
     def tells_loss(self) -> bool:
         """Whether this rank's loss counts: those that differ in tensor only work out the same one. (Stages but the
         last have none.)"""
@@ -46,6 +54,16 @@ class Layout:
     def tells_tokens(self) -> bool:
         """Whether this rank's tokens count: ranks that differ in pipeline or tensor only read the same ones."""
         return self.at.tensor == 0 and self.at.pipeline == 0
+
+    def of_model(self, model: nn.Module) -> Layout:
+        """The same with the model's fingerprint in the plan. Raises ConfigError where the plan is for another model."""
+        found = fingerprint(
+            Parameter(plain(name), tuple(param.shape), str(param.dtype).removeprefix("torch."))
+            for name, param in model.named_parameters()
+        )
+        if self.plan.model:
+            check_model(self.plan.model, found, "the plan")
+        return replace(self, plan=self.plan.model_copy(update={"model": found}))
 
     def axes(self, *names: str) -> DeviceMesh:
         """The device mesh of some axes."""

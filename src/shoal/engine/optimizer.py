@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adam, Optimizer
 
 from shoal.core.errors import CheckpointError, ModelError
+from shoal.engine.held import Held
 from shoal.engine.names import plain
 
 KERNELS = ("fused", "foreach")  # how a step is computed, not what
@@ -38,17 +39,29 @@ class NamedOptimizer:
         self._untried = False  # state was loaded, and no step was taken with it yet
         self.built = self.describe()
 
-    def hold(self, model: nn.Module) -> None:
-        """Take ``model``'s present parameters, by name, in place of those it was built over; none that is elsewhere."""
+    def hold(self, model: nn.Module, here: Held) -> None:
+        """Take ``model``'s present parameters, by name, in place of those it was built over; none that is elsewhere.
+
+        State that was made with the optimizer goes along: of a tensor shaped as the parameter, what is held ``here``.
+        """
         held = {plain(name): param for name, param in model.named_parameters() if not param.is_meta}
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for name, old in zip(names, group["params"], strict=True):
+                if held.get(name) is not old and (state := self.optimizer.state.pop(old, None)) and name in held:
+                    self.optimizer.state[held[name]] = {
+                        key: _part(name, old, value, held[name], here) for key, value in state.items()
+                    }
             group["params"] = [held[name] for name in names if name in held]
         self.names = {id(param): name for name, param in held.items()}
+        self.fused = _make_fast(self.optimizer)
         if any(isinstance(param, DTensor) for param in held.values()):
             self.fused = False  # the kernels that take a factor want it as a DTensor too: gradients are scaled first
         for group in self.optimizer.param_groups:
-            if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+            kinds = {isinstance(param, DTensor) for param in group["params"]}
+            if len(kinds) > 1:
                 group.update({name: False for name in KERNELS if name in group})  # they take one kind at a time
+            elif True in kinds and group.get("fused") and not isinstance(self.optimizer, Adam):
+                group.update(fused=False, foreach=True)  # torch has rules for Adam's fused kernels alone on DTensors
 
     def describe(self) -> list[dict[str, Any]]:
         """Each group's hyperparameters as JSON values."""
@@ -174,6 +187,16 @@ class NamedOptimizer:
         return notes, ratios
 
 
+def _part(name: str, old: Tensor, value: Any, param: Tensor, here: Held) -> Any:
+    """A parameter's state as it belongs to what is held of the parameter."""
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != old.shape:
+        return value
+    made = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    for part in here.piece(name, made).parts:
+        part.tensor.copy_(part.box.of(value))
+    return made
+
+
 def first_names(names: Iterable[str], tied: Mapping[str, str]) -> list[str]:
     """Each tied parameter once, under its first name."""
     return list(dict.fromkeys(tied.get(name, name) for name in names))
@@ -210,9 +233,13 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_fast(optimizer: Optimizer) -> bool:
-    """Switch on torch's fused (else foreach) form where the user left the choice open. True: fused and float32."""
+    """Switch on torch's fused (else foreach) form where the user left the choice open. True: fused and float32.
+
+    Nothing is chosen for parameters that are shapes only."""
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"]]
+    if any(param.is_meta for param in params):
+        return False
     open_choice = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     wanted = "fused" in optimizer.defaults and all(
         p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params

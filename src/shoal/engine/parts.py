@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.positions import Shared, shared_positions
 from shoal.blueprint.roles import roles
 from shoal.blueprint.split import spans
 from shoal.blueprint.trace import trace
@@ -17,6 +18,7 @@ from shoal.engine.forward import Forwards, Whole
 from shoal.engine.held import Held, Packed, Span
 from shoal.engine.layout import Layout
 from shoal.engine.names import plain
+from shoal.engine.start import Start
 from shoal.parallel import tensor
 from shoal.parallel.pipeline.apply import Example, Pipelined, ties
 from shoal.parallel.recompute import apply as recompute
@@ -31,29 +33,33 @@ Gradients = GradientBuckets | ShardedGradients
 
 class Parts(NamedTuple):
     """What the engine runs. ``trained``: names of the whole model's trained parameters, the same on all ranks;
-    ``holds``: which of them this rank holds."""
+    ``holds``: which of them this rank holds; ``notes``: what of the layout the model does not allow."""
 
     forwards: Forwards
     gradients: Gradients
     trained: list[str]
     holds: list[bool]
     held: Held
+    notes: list[str]
 
 
-def spread(model: nn.Module, layout: Layout, device: torch.device, example: Callable[[], Example]) -> Parts:
+def spread(
+    start: Start, layout: Layout, device: torch.device, example: Callable[[], Example], loaded: bool = False
+) -> Parts:
     """Apply the layout's techniques in order: pipeline cut, tensor, recompute, shard or replicate. Collective.
 
-    Changes ``model`` in place. ``example`` gives a micro-batch, for techniques that trace the model.
+    Changes the model in place. ``example`` gives a micro-batch, for techniques that trace the model. Where the layout
+    divides the model, that is done on shapes alone; then this rank's part gets memory, and its first values unless
+    they are ``loaded`` later.
     """
-    plan, mesh = layout.plan, layout.plan.mesh
-    if plan.model is not None:
-        raise ConfigError(
-            f"the plan is for the model {plan.model!r}, and a model cannot be held against that yet; leave model out"
-        )
+    model, plan, mesh = start.model, layout.plan, layout.plan.mesh
     if plan.cpu_offload and mesh.shard == 1:
         raise ConfigError(f"cpu_offload goes with a shard axis, and the mesh is {mesh}; leave it out or set shard > 1")
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]
     pipelined, divided = None, None
+    notes: list[str] = []
+    if layout.divides:
+        start.strip()
     if mesh.pipeline > 1 or mesh.tensor > 1:
         first = example()
         with first.around():
@@ -61,43 +67,66 @@ def spread(model: nn.Module, layout: Layout, device: torch.device, example: Call
         if layout.pipeline is not None and mesh.pipeline > 1:
             pipelined = Pipelined(model, blueprint, plan, layout.rank, layout.pipeline, device, first)
         if mesh.tensor > 1:
-            divided = divide(model, blueprint, layout)
+            divided, notes = divide(model, blueprint, layout)
     recompute.apply(model, plan.recompute)
-    sharded = shard(model, layout) if mesh.shard > 1 else None
-    held = [
+    elsewhere = frozenset(map(plain, pipelined.elsewhere)) if pipelined else frozenset[str]()
+    sharded = shard(model, layout, elsewhere) if mesh.shard > 1 else None
+    if sharded is not None and plan.sequence_parallel:
+        for unit in sharded.units:
+            tensor.keep_parts(model.get_submodule(unit))
+    places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
+    packed = _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}
+    held = Held(mesh, layout.rank, packed, places)
+    if layout.divides:
+        start.fill(held, elsewhere, sharded, device, loaded)
+    mine = [
         (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
     ]
-    tied = ties(plan, layout.rank, pipelined.stages_of) if pipelined else {}
-    alike = frozenset(n for n, _ in held if divided and layout.at.tensor and divided.split(n) is None)
-    gradients: Gradients
-    if sharded is not None:
-        gradients = ShardedGradients(sharded, held, tied, alike)
-    else:
-        gradients = GradientBuckets(held, int(plan.bucket_mb * 2**20), layout.data, tied, alike)
+    gradients = _gradients(mine, layout, pipelined, divided, sharded)
     forwards: Forwards = pipelined or Whole(model, gradients.start_backward, gradients.release)
     if pipelined:
         pipelined.around_schedule(gradients.start_schedule, gradients.gather, gradients.release, tensor.plain)
-    names = {name for name, _ in held}
-    places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
-    return Parts(
-        forwards, gradients, trained, [name in names for name in trained],
-        Held(mesh, layout.rank, _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}, places),
-    )  # fmt: skip
+    names = {name for name, _ in mine}
+    return Parts(forwards, gradients, trained, [name in names for name in trained], held, notes)
 
 
-def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tensor.Layout:
-    """Divide weights over the tensor axis by the roles that the blueprint gives. Raises ConfigError where none is."""
+def _gradients(
+    mine: list[tuple[str, nn.Parameter]], layout: Layout, pipelined: Pipelined | None, divided: tensor.Layout | None,
+    sharded: Sharded | None,
+) -> Gradients:  # fmt: skip
+    """Collective. What sums the gradients of this rank's parameters."""
+    tied = ties(layout.plan, layout.rank, pipelined.stages_of) if pipelined else {}
+    alike = frozenset(n for n, _ in mine if divided and layout.at.tensor and divided.split(n) is None)
+    if sharded is not None:
+        return ShardedGradients(sharded, mine, tied, alike)
+    return GradientBuckets(mine, int(layout.plan.bucket_mb * 2**20), layout.data, tied, alike)
+
+
+def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tensor.Layout, list[str]]:
+    """Divide weights over the tensor axis by the roles that the blueprint gives, and positions where the plan says so.
+
+    Also gives what stays whole. Raises ConfigError where nothing can be divided.
+    """
     degree = layout.plan.mesh.tensor
-    if layout.plan.sequence_parallel:
-        raise ConfigError(
-            "sequence_parallel was asked for, and the positions between tensor regions cannot be shared out yet; "
-            "set sequence_parallel = false"
-        )
     found = roles(blueprint, degree, layout.plan.roles)
     if not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={degree}, but no weight of the model can be divided ({reasons}); set tensor = 1")
-    return tensor.apply(model, blueprint, found, layout.axes("tensor"))
+    shared = shared_positions(blueprint, found) if layout.plan.sequence_parallel else None
+    if shared is not None and not shared.layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(shared.reasons.items())[:3])
+        raise ConfigError(
+            f"sequence_parallel was asked for, but the positions of no layer's output can be shared out over "
+            f"tensor={degree} ({reasons}); set sequence_parallel = false"
+        )
+    layers = shared.layers if shared else {}
+    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), _told(shared) if shared else []
+
+
+def _told(shared: Shared) -> list[str]:
+    """Where positions are not shared out, and where they are gathered besides."""
+    found = [f"sequence parallel: {name} gives all positions: {reason}" for name, reason in shared.reasons.items()]
+    return found + [f"sequence parallel: all positions are gathered for {where}" for where in shared.gathers]
 
 
 def _packed(model: nn.Module, divided: tensor.Layout, degree: int, place: int) -> dict[str, Packed]:
@@ -111,10 +140,13 @@ def _packed(model: nn.Module, divided: tensor.Layout, degree: int, place: int) -
     return found
 
 
-def shard(model: nn.Module, layout: Layout) -> Sharded:
-    """Shard the weights over the shard axis, with copies along replicate."""
+def shard(model: nn.Module, layout: Layout, elsewhere: frozenset[str]) -> Sharded:
+    """Shard the weights over the shard axis, with copies along replicate; other stages' are left alone."""
     plan, mesh = layout.plan, layout.plan.mesh
     settings = ShardSettings.parse({"level": plan.shard_level, "cpu_offload": plan.cpu_offload}, "shard")
     axes = layout.axes("replicate", "shard") if mesh.replicate > 1 else layout.axes("shard")
-    units = [path for path in shard_units(model) if not any(p.is_meta for p in model.get_submodule(path).parameters())]
+    away = {id(param) for name, param in model.named_parameters() if plain(name) in elsewhere}
+    units = [
+        path for path in shard_units(model) if not any(id(p) in away for p in model.get_submodule(path).parameters())
+    ]
     return apply(model, units, axes, settings, staged=mesh.pipeline > 1)

@@ -12,8 +12,8 @@ from shoal.plan.schedule import ScheduleName, conflicts
 
 #: Settings that a plan's file decides; given beside it they must agree with it.
 OF_PLAN = (
-    "schedule", "chunks", "shard_level", "recompute", "cpu_offload", "precision", "global_batch", "micro_batch", "clip",
-    "bucket_mb",
+    "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload", "precision", "global_batch",
+    "micro_batch", "clip", "bucket_mb",
 )  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def resolve(settings: RunSettings, workers: int) -> Plan:
         batch = cut_batch(settings.global_batch, micro, data_ranks(mesh))
         plan = Plan(
             mesh=mesh, schedule=_schedule(settings, mesh, batch.accumulation), chunks=settings.chunks,
+            sequence_parallel=settings.sequence_parallel,
             shard_level=settings.shard_level, recompute=settings.recompute, cpu_offload=settings.cpu_offload,
             precision=settings.precision, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
             accumulation=batch.accumulation, clip=settings.clip, bucket_mb=settings.bucket_mb,

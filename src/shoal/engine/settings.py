@@ -32,6 +32,9 @@ class RunSettings(Settings):
         None, description="pipeline schedule (default: 1f1b, gpipe where micro-batches are few)"
     )
     chunks: int = Field(1, ge=1, description="pipeline stages that each rank holds")
+    sequence_parallel: bool = Field(
+        False, description="between tensor regions, each rank of the tensor axis keeps its positions of the sequences"
+    )
     shard_level: Literal[1, 2, 3] = Field(
         3, description="what the shard axis divides: 1 optimizer, 2 also gradients, 3 also weights outside of their use"
     )
@@ -48,7 +51,9 @@ class RunSettings(Settings):
     seed: int = Field(0, ge=0, description="seed of weights, data order and randomness")
     out: str = Field("runs/{job}", description="the run's folder")
     resume: bool = Field(False, description="go on from the newest good checkpoint in --out")
-    init_from: str | None = Field(None, description="take weights alone from a checkpoint or safetensors file")
+    init_from: str | None = Field(
+        None, description="take weights alone from a run, a checkpoint, or safetensors (a file or a model's folder)"
+    )
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations (default: at the end)")
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints (default: at the end)")
     keep: int = Field(2, ge=1, description="checkpoints to keep")
@@ -91,6 +96,6 @@ MAY_CHANGE = frozenset(
     {
         "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
         "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile", "debug_collectives",
-        "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload",
+        "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
     }
 )  # fmt: skip

@@ -36,6 +36,11 @@ class Job(BaseModel):
         """The ``nn.Module`` to train. Called under the run's seed on every rank."""
         raise NotImplementedError
 
+    def init_from(self) -> Any:
+        """Weights to begin from where the run names none (``--init-from``): a run, a checkpoint, a safetensors file, a
+        model's folder of them. None: those that ``model()`` gives."""
+        return None
+
     def data(self) -> Any:
         """The training data: any map-style or iterable ``torch.utils.data.Dataset``, or a Hugging Face one."""
         raise NotImplementedError

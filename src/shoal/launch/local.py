@@ -126,22 +126,25 @@ class _Attempt:
         for rank in range(self.workers):
             for path in (error_path(self.folder, rank), done_path(self.folder, rank), stack_path(self.folder, rank)):
                 path.unlink(missing_ok=True)
-        store = _host_store(port)
-        context = self._start(store, asked)
+        listener = _listen(port)
+        context = self._start(listener.getsockname()[1], asked)
         try:
-            return self._wait(context, asked)
+            store = _host_store(listener)  # its thread starts after the forks, which so are of a process without any
+            failed = self._wait(context, asked)
+            del store
+            return failed
         finally:
             self.progressed = any(slot.progressed for slot in self._beats.slots())
             context.close(death_sig=signal.SIGKILL, timeout=5)
             self._beats.close()
 
-    def _start(self, store: Any, asked: _Asked) -> PContext:
+    def _start(self, port: int, asked: _Asked) -> PContext:
         """Start all workers with signals held back, so that none is lost between two handlers."""
         args, envs = {}, {}
         for rank in range(self.workers):
             world = World(rank, rank, self.workers, self.restart, launched=True)
             args[rank] = (self.entry, world, self.folder, os.getpid(), self._threads)
-            envs[rank] = _worker_environment(world, store.port)
+            envs[rank] = _worker_environment(world, port)
         logs = DefaultLogsSpecs(log_dir=str(self.folder / "elastic"))
         signal.pthread_sigmask(signal.SIG_BLOCK, set(_SIGNALS))
         try:
@@ -186,6 +189,7 @@ class _Attempt:
         guard.start()
         result = context.wait(timeout=_LEAVE_S + 5, period=0.01)
         guard.cancel()
+        guard.join()  # a fork that comes next is not to meet its end
         for rank, failure in (result.failures if result else {}).items():
             _say(f"note: rank {rank} had done its work, but ended with exit code {failure.exitcode}")
         codes = [int(done_path(self.folder, rank).read_text()) for rank in self._pids]
@@ -295,14 +299,26 @@ def _check(workers: int, device: str, port: int | None) -> None:
                 ) from None
 
 
-def _host_store(port: int | None) -> Any:
-    """The store at which the workers meet, hosted here, on a free port unless told."""
+def _listen(port: int | None) -> socket.socket:
+    """A socket at which the workers will find the store, on a free port unless told; those who come early wait."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return dist.TCPStore("127.0.0.1", port or 0, is_master=True, wait_for_workers=False)
-    except dist.DistError as error:
+        listener.bind(("127.0.0.1", port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
         raise LaunchError(
-            f"cannot listen on 127.0.0.1 port {port or '(any free)'}: {error}; give another port"
-        ) from error
+            f"cannot listen on 127.0.0.1 port {port or '(any free)'}: {(error.strerror or str(error)).lower()}; give "
+            "another port"
+        ) from None
+    return listener
+
+
+def _host_store(listener: socket.socket) -> dist.TCPStore:
+    """The store at which the workers meet, hosted here, in a thread of its own."""
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _worker_environment(world: World, port: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from shoal.cluster import cached, picture
 from shoal.cluster.facts import Cluster
-from shoal.cluster.grid import Grid, grid
+from shoal.cluster.grid import Grid, grid, quick
 from shoal.cluster.machine import processor
 from shoal.cluster.measure import measure as measure_world
 from shoal.core.errors import ConfigError, WorkerFailure
@@ -86,6 +86,22 @@ def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
         "torch": torch.__version__,
         "host": platform.node(),
     }
+
+
+def kept_quickly(workers: int) -> cached.Kept | None:
+    """What ``quickly`` kept, a stand-in until the machine is measured in full; None where it did not."""
+    return cached.load(cache_folder(), _quick_fingerprint(workers))
+
+
+def quickly(workers: int) -> cached.Kept:
+    """Measure this machine in a second or two, and keep that. Raises LaunchError, WorkerFailure."""
+    kind = device_kind()
+    cluster = _alone(workers, kind, quick(kind), Path(), True)
+    return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster), 0.0)
+
+
+def _quick_fingerprint(workers: int) -> dict[str, str]:
+    return {**fingerprint(device_kind(), workers), "quick": "yes"}
 
 
 def cache_folder() -> Path:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from shoal.core.errors import ConfigError, LaunchError, WorkerFailure
+from shoal.core.errors import ConfigError, LaunchError, ShoalError, WorkerFailure
 from shoal.core.fields import flat
 from shoal.engine.build import Place, build
 from shoal.engine.loop import train_loop
@@ -21,6 +22,7 @@ from shoal.engine.resolve import resolve, wanted_mesh
 from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
+from shoal.launch.automatic import Decision, account, decide
 from shoal.launch.jobfile import LoadingStops, job_file, load_class, loading, make_job, make_settings, origins
 from shoal.launch.local import STOPPED, run_workers
 from shoal.launch.lock import lock_folder
@@ -118,6 +120,7 @@ def _checked_run(
         return status, read_result(out) if world.rank == 0 else None
     with lock_folder(out):
         (out / RESULT).unlink(missing_ok=True)
+        entry.take(decide(job, settings, count))
         status = run_workers(entry, count, out, launch.restarts, device_kind(), launch.port)
     return status, read_result(out)
 
@@ -173,6 +176,13 @@ class Entry:
     quiet: bool
     called: bool = False
     origins: dict[str, Any] | None = None
+    decision: Decision | None = None
+
+    def take(self, decision: Decision) -> None:
+        """The layout that was decided on; said where the run's own output goes."""
+        self.decision, self.settings = decision, decision.settings
+        for line in decision.lines:
+            print(line, file=sys.stderr if self.quiet else sys.stdout, flush=True)
 
     def __post_init__(self) -> None:
         self.file = job_file(self.job)
@@ -194,7 +204,8 @@ class Entry:
             raise LaunchError(
                 f"{found}; write it as a method of {cls.__name__} or as a function at the file's top level"
             )
-        keep = {"settings": self.settings, "quiet": self.quiet, "called": self.called, "origins": self.origins}
+        names = ("settings", "quiet", "called", "origins", "decision")
+        keep = {name: getattr(self, name) for name in names}
         return {"file": self.file, "name": cls.__name__, "fields": fields, "private": private, **keep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,7 +215,7 @@ class Entry:
         for name, value in unpack(state["private"], self._home).items():
             setattr(self.job, name, value)
         self.settings, self.quiet = state["settings"], state["quiet"]
-        self.called, self.origins = state["called"], state["origins"]
+        self.called, self.origins, self.decision = state["called"], state["origins"], state["decision"]
 
     def __call__(self, world: World) -> int:
         """One rank under our launcher. Collective."""
@@ -222,6 +233,8 @@ class Entry:
     def _train(self, world: World, beats: Beats) -> int:
         device = join(world, device_kind(), debug_collectives=self.settings.debug_collectives)
         first = world.rank == 0
+        if not world.launched:
+            self._decide_together(world)
         settings = self.settings.model_copy(update={"resume": True}) if world.restart else self.settings
         hooks = Hooks(beat=beats.beat, stop_requested=STOP, tell=self._tell)
         sinks = (Console(),) if first and not self.quiet else ()
@@ -237,9 +250,26 @@ class Entry:
         run.close()
         beats.beat(run.step_count, "end")  # how long after() may take is the job's affair
         if first:
+            found["prediction"] = account(self.decision, run.out)
             write_json(run.out / RESULT, found)
             self._say_end(run, found)
         return STOPPED if found["stopped"] else 0
+
+    def _decide_together(self, world: World) -> None:
+        """Collective. Rank 0 decides on a layout for all."""
+        answer: list[Any] = [None]
+        if world.rank == 0:
+            try:
+                answer = [decide(self.job, self.settings, world.size, alone=False)]
+            except ShoalError as error:
+                answer = [error]
+        if world.size > 1:
+            dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], ShoalError):
+            raise answer[0]
+        if world.rank == 0:
+            self.take(answer[0])
+        self.decision, self.settings = answer[0], answer[0].settings
 
     def _tell(self, text: str) -> None:
         if self.quiet:  # else the console prints them

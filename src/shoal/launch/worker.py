@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -63,6 +64,7 @@ def work(entry: Callable[[World], int], world: World, folder: Path, launcher: in
         _end(1)
     sys.stdout.flush()
     _write(done_path(folder, world.rank), str(code))
+    gc.freeze()  # a fresh interpreter would look through all modules once more before it ends
     return code
 
 

@@ -86,7 +86,8 @@ def summary(result: Mapping[str, Any]) -> str:
 
     ``result``: ``steps, steps_here, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out,
     seconds, skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a
-    mapping of numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences.
+    mapping of numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences,
+    ``prediction`` {"predicted": seconds by part, "measured": the same}.
     """
     lines = [_head(result)]
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
@@ -111,10 +112,26 @@ def summary(result: Mapping[str, Any]) -> str:
         shares = sorted(((value / total, name) for name, value in parts.items()), reverse=True)
         shown = ", ".join(f"{PARTS.get(name, name)} {share:.0%}" for share, name in shares if share >= 0.005)
         lines.append(f"  mean step {duration(total)}: {shown}")
+    lines += _prediction(result.get("prediction") or {})
     lines += [f"  {sentence}" for sentence in result.get("stragglers") or ()]
     if result.get("out") is not None:
         lines.append(f"  in {result['out']}")
     return "\n".join(lines)
+
+
+def _prediction(account: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The predicted step beside the measured one, part by part."""
+    if not account:
+        return []
+    predicted, found = account["predicted"], account["measured"]
+    parts = [
+        f"{PARTS[name]} {duration(value)} / {duration(found[name])}"
+        for name, value in predicted.items()
+        if name in PARTS and (value or found[name])
+    ]
+    whole, real = predicted["step_s"], found["step_s"]
+    gap = f"({real / whole - 1:+.0%})" if whole else "(nothing was predicted)"
+    return [f"  step predicted / measured: {duration(whole)} / {duration(real)} {gap}: {', '.join(parts)}"]
 
 
 def start_text(record: Mapping[str, Any]) -> list[str]:

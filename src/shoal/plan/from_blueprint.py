@@ -43,7 +43,7 @@ def profile(
         reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
     blueprint = on(kernels, blueprint)
-    made = _Maker(blueprint, units, found)
+    made = _Maker(blueprint, units, found, sequence_parallel)
     blocks = made.blocks()
     flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
     return Profile(
@@ -84,10 +84,12 @@ class _Span(NamedTuple):
 class _Maker:
     """What is known while a profile is made."""
 
-    def __init__(self, blueprint: Blueprint, units: Sequence[str], found: Roles | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
+    ) -> None:
         self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
-        self.local: Divided = divided(blueprint, found)
+        self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.of_input = input_values(blueprint)
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -107,8 +109,10 @@ class _Maker:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
             return self.local.share(of)
-        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of is not None else None
-        return 1 / self.local.degree if role and role.split else 1.0
+        if isinstance(of, str):
+            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
+            return 1 / self.local.degree if role and role.split else 1.0
+        return 1.0
 
     def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose

@@ -51,6 +51,10 @@ class _Live(NamedTuple):
     held: Held
 
 
+def _all(live: _Live) -> float:
+    return live.activations + live.logits + live.held.total
+
+
 class _Stage:
     """A run of blocks on one rank, for micro-batches of ``samples``."""
 
@@ -179,12 +183,14 @@ class _Rank:
         for number, stage in self.stages.items():
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
+        self._fullest: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def actions(self) -> list[Action]:
         """The step's, in order."""
         count = self.candidate.accumulation
         if self.candidate.mesh.pipeline == 1:
-            return [Action(0, kind, micro) for micro in range(count) for kind in ("F", "B")]
+            unlike = sorted({0, min(1, count - 1), count - 1})  # the others are as the second
+            return [Action(0, kind, micro) for micro in unlike for kind in ("F", "B")]
         schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
         lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
         return [
@@ -208,7 +214,7 @@ class _Rank:
             others = sum(kept for other, kept in begun.items() if other != key) + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
-                yield from self.within(stage, others, action.kind == "F", action.micro)
+                yield self.fullest(stage, others, action.kind == "F", action.micro)
             elif not stage.first:
                 held = self.model.moment(stage.numbers.start, False, action.micro)
                 yield _Live("backward", others + begun[key] + stage.half(action.kind == "I"), 0.0, held)
@@ -225,6 +231,16 @@ class _Rank:
                 apart[action.stage] = 0.0
             if action.kind == "B" or (action.kind == "I" and not stage.first):
                 sent += stage.returns
+
+    def fullest(self, stage: _Stage, others: float, forward: bool, micro: int) -> _Live:
+        """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
+        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
+        if key not in self._fullest:
+            held = self.model.moment(stage.numbers.start, forward, micro)
+            nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
+            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all, default=nothing)
+        top = self._fullest[key]
+        return top._replace(activations=top.activations + others)
 
     def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
@@ -251,7 +267,7 @@ class _Rank:
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]
-        top = max(found, key=lambda live: live.activations + live.logits + live.held.total)
+        top = max(found, key=_all)
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,

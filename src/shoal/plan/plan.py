@@ -31,7 +31,10 @@ class Plan(Settings):
         default=(), description="path of the first module of every stage but the first (empty: by balance)"
     )
     roles: dict[str, Role] = Field(default={}, description="tensor roles by name pattern, in place of the derived ones")
-    sequence_parallel: bool = Field(default=False, description="between tensor regions, share out the positions too")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="between tensor regions, each rank of the tensor axis keeps its positions of the sequences",
+    )
     shard_level: Literal[1, 2, 3] = Field(
         default=3,
         description="what is sharded: 1 optimizer, 2 also gradients, 3 also weights outside of their use",
@@ -44,7 +47,10 @@ class Plan(Settings):
     accumulation: int = Field(ge=1, description="micro-batches per rank and step")
     clip: float | None = Field(default=None, gt=0, description="largest global gradient norm (default: no clipping)")
     bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket, MB")
-    model: str | None = Field(default=None, description="fingerprint of the model that it was made for (default: any)")
+    model: tuple[str, ...] = Field(
+        default=(),
+        description="parameters of the model that it was made for, as plan/fingerprint.py tells (empty: any)",
+    )
 
     @property
     def stages(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
 from shoal.core.errors import ConfigError, nearest
@@ -65,10 +66,15 @@ def action_lists(schedule: str, pipeline: int, chunks: int, micro_batches: int) 
     broken = conflicts(schedule, pipeline, chunks, micro_batches)
     if broken:
         raise ConfigError("\n".join(broken))
-    return [
-        _ORDERS[schedule](rank_stages(schedule, rank, pipeline, chunks), rank, pipeline, micro_batches)
+    return [list(actions) for actions in _lists(schedule, pipeline, chunks, micro_batches)]
+
+
+@lru_cache(maxsize=4)  # a plan's memory and its time are worked out from the same ones
+def _lists(schedule: str, pipeline: int, chunks: int, micro_batches: int) -> tuple[tuple[Action | Overlap, ...], ...]:
+    return tuple(
+        tuple(_ORDERS[schedule](rank_stages(schedule, rank, pipeline, chunks), rank, pipeline, micro_batches))
         for rank in range(pipeline)
-    ]
+    )
 
 
 def conflicts(schedule: str, pipeline: int, chunks: int, micro_batches: int) -> list[str]:

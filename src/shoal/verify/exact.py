@@ -13,47 +13,51 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-#: Functions with a dropout probability, and where it stands among their arguments.
-DROPOUT: dict[Any, tuple[str, int]] = {
-    **dict.fromkeys(
-        (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), ("p", 1)
-    ),
-    **dict.fromkeys((torch.dropout, torch.alpha_dropout, torch.feature_dropout), ("p", 1)),
-    F.scaled_dot_product_attention: ("dropout_p", 4),
+from shoal.verify.dropout import FORMS, Keyed, dropped
+
+#: Functions with a dropout of other forms, which is switched off, and where its probability stands.
+OFF: dict[Any, tuple[str, int]] = {
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), ("p", 1)),
     F.multi_head_attention_forward: ("dropout_p", 11),
 }
 _CASTS: dict[Any, Any] = {Tensor.float: Tensor.double}
 
 
 class Exactly(TorchFunctionMode):
-    """Dropout keeps everything; with ``lift``, what the job's code casts to float32 becomes float64.
+    """Dropout has masks that no layout changes; with ``lift``, what the job's code casts to float32 becomes float64.
 
     Around the whole run, so that it holds in tracing, forward and recomputation alike. The job's code runs with float64
     as the default dtype, or, recomputed, inside backward.
     """
 
+    recomputes = True
+
     def __init__(self, lift: bool) -> None:
         super().__init__()
         self.lift = lift
-        self.dropped = False  # whether there was a dropout to switch off
+        self.keyed = Keyed()
+        self.off: set[str] = set()  # what dropout there was to switch off
         self.lifted = False
         self.paused = False  # while the optimizer runs, whose counters are float32 by its own choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in DROPOUT:
-            args, kwargs = self._keep_all(*DROPOUT[func], list(args), kwargs)
+        if func in FORMS:
+            return dropped(self.keyed, func, args, kwargs)
+        if func in OFF:
+            args, kwargs = self._keep_all(func, list(args), kwargs)
         wide = torch.get_default_dtype() is torch.float64 or torch._C._current_graph_task_id() >= 0
         if self.lift and wide and not self.paused:
             func, args, kwargs = self._wide(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _keep_all(self, name: str, place: int, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _keep_all(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        name, place = OFF[func]
+        if (args[place] if len(args) > place else kwargs.get(name, 0.0)) > 0:
+            self.off.add(func.__name__)
         if len(args) > place:
-            self.dropped |= args[place] > 0
             args[place] = 0.0
         else:
-            self.dropped |= kwargs.get(name, 0.0) > 0
             kwargs[name] = 0.0
         return args, kwargs
 
@@ -67,15 +71,12 @@ class Exactly(TorchFunctionMode):
         return func, args, kwargs
 
 
-def keep_all(model: nn.Module) -> bool:
-    """Set the dropout of the model's modules to 0; whether there was any."""
-    found = False
+def keep_all(model: nn.Module) -> set[str]:
+    """Set the dropout inside of torch's recurrent and attention layers to 0; the classes of those that had any."""
+    found = set()
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            found |= module.p > 0
-            module.p = 0.0
-        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-            found |= module.dropout > 0
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
+            found.add(type(module).__name__)
             module.dropout = 0.0
     return found
 

@@ -15,6 +15,7 @@ from shoal.core.errors import ModelError
 from shoal.engine.build import Place, build
 from shoal.engine.forward import Pass
 from shoal.engine.names import plain
+from shoal.engine.randomness import key
 from shoal.engine.run import Hooks, Run
 from shoal.engine.state import model_tensors
 from shoal.engine.step import StepReport, Verdict
@@ -59,6 +60,9 @@ class Probe:
     def takes(self, each: Pass) -> None:
         """The samples of the micro-batch."""
         self.ids.append(list(each.micro.ids))
+        if self.mode is not None and each.seed is not None:
+            seed, step, *_ = each.seed
+            self.mode.keyed.takes(key(*each.seed), key(seed, step), tuple(each.micro.ids))
 
     def micro_batch(self, each: Pass, loss: Loss) -> None:
         """Losses stay on the device until the step's end."""
@@ -70,7 +74,7 @@ class Probe:
             if looked.found:
                 raise ModelError(
                     f"{looked.found} draws random numbers in forward, and each layout draws others, so that "
-                    "nothing could be compared (dropout is switched off by itself); give a field of the job that "
+                    "nothing could be compared (of dropout the masks are made alike); give a field of the job that "
                     "switches it off"
                 )
 
@@ -86,12 +90,13 @@ class Probe:
         """Weights, buffers and optimizer; then all of the step goes to disk."""
         if self.mode is not None:
             self.mode.paused = False
+            self.mode.keyed.forget()
         weights = {plain(name) for name, _ in run.model.named_parameters()}
-        for key, tensor in model_tensors(run.model)[0].items():
-            name = key.removeprefix("model/")
+        for full, tensor in model_tensors(run.model)[0].items():
+            name = full.removeprefix("model/")
             self._keep(run, "weight" if name in weights else "buffer", name, tensor)
-        for key, tensor in run.optimizer.tensors().items():
-            _, kind, name = key.split("/", 2)
+        for full, tensor in run.optimizer.tensors().items():
+            _, kind, name = full.split("/", 2)
             self._keep(run, f"optimizer/{kind}", name, tensor.detach())
         self._write(run, report)
 
@@ -150,7 +155,8 @@ class ProbedEntry(Entry):
                 {"name": plain(name), "module": type(run.model.get_submodule(name.rpartition(".")[0])).__name__}
                 for name, _ in [*run.model.named_parameters(), *run.model.named_buffers()]
             ]
-            mode.dropped |= keep_all(run.model)
+            mode.off |= keep_all(run.model)
+            mode.keyed.watch(run.model)
             if world.size == 1:
                 probe.random = RandomForward(run.model, device)
                 if self.unit:
@@ -158,7 +164,8 @@ class ProbedEntry(Entry):
             for window in run.windows():
                 run.step(window)
         told = {
-            "names": described, "trained": run.trained, "dropped": mode.dropped, "lifted": mode.lifted,
+            "names": described, "trained": run.trained, "keyed": mode.keyed.used, "off": sorted(mode.off),
+            "lifted": mode.lifted,
             "plan": run.layout.plan.model_dump(mode="json"), "steps": run.step_count,
             "notes": notes,
         }  # fmt: skip

@@ -37,8 +37,8 @@ PRECISION = "fp64"
 DOUBTFUL = 1e-6  # mistakes show at 1e-3
 #: Run settings that a verification takes; the others have no part in it.
 SETTINGS = (
-    "mesh", "plan", "schedule", "chunks", "shard_level", "recompute", "cpu_offload", "global_batch", "micro_batch",
-    "clip", "steps", "precision", "seed",
+    "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
+    "global_batch", "micro_batch", "clip", "steps", "precision", "seed",
 )  # fmt: skip
 #: What a run says of itself that may be why losses differ, and what to change.
 HINTS = (
@@ -235,7 +235,14 @@ class Runs:
         probes.mkdir(parents=True)
         settings = settings.model_copy(update={"out": str(out / "run")})
         entry = ProbedEntry(
-            self.job, settings, True, True, origins(self.job, self.names, ()), str(probes), unit, self.device
+            self.job,
+            settings,
+            True,
+            True,
+            origins(self.job, self.names, ()),
+            folder=str(probes),
+            unit=unit,
+            device=self.device,
         )
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
@@ -250,8 +257,12 @@ class Runs:
 
     def _say(self, recording: Recording) -> None:
         """What was changed in the job to make runs comparable."""
-        if recording.any("dropped"):
-            self._note("dropout is off on both sides: its masks depend on the layout")
+        if recording.any("keyed"):
+            self._note(
+                "dropout has the same masks on both sides, by sample and place; a training's own differ by layout"
+            )
+        for off in sorted({name for told in recording.by_rank for name in told["off"]}):
+            self._note(f"dropout of {off} is off on both sides: its masks depend on the layout")
         if recording.any("lifted"):
             self._note("casts to float32 inside the model are to float64 on both sides")
 
@@ -275,7 +286,8 @@ def _one_device(settings: RunSettings, plan: Plan) -> RunSettings:
     micro_batch, global_batch, clip = _key(plan)
     return settings.model_copy(
         update={
-            "mesh": None, "plan": None, "schedule": None, "chunks": 1, "recompute": "none", "cpu_offload": False,
+            "mesh": None, "plan": None, "schedule": None, "chunks": 1, "sequence_parallel": False, "recompute": "none",
+            "cpu_offload": False,
             "micro_batch": micro_batch, "global_batch": global_batch, "clip": clip,
         }
     )  # fmt: skip

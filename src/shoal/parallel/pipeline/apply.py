@@ -43,7 +43,11 @@ class Pass(Protocol):
 
 
 class Pipelined:
-    """Forwards and backwards as a pipeline's schedule. ``held``: names of the parameters that this rank holds."""
+    """Forwards and backwards as a pipeline's schedule.
+
+    ``held``: names of the parameters that this rank holds; ``elsewhere``: all names of what it does not, parameters and
+    buffers of units that have any.
+    """
 
     def __init__(
         self, model: nn.Module, blueprint: Blueprint, plan: Plan, rank: int, group: dist.ProcessGroup,
@@ -61,7 +65,9 @@ class Pipelined:
         at = coordinates(plan.mesh, rank).pipeline
         mine = rank_stages(schedule, at, plan.mesh.pipeline, plan.chunks)
         self.held = [name for name, of in self.stages_of.items() if set(of) & set(mine)]
-        _leave(model, {id(params[name]) for name in params if name not in self.held}, self.skeleton)
+        self.elsewhere = _elsewhere(
+            model, {id(params[name]) for name in params if name not in self.held}, self.skeleton
+        )
         chunks = [Chunk(self.skeleton, s, [name for name in self.held if s in self.stages_of[name]]) for s in mine]
         self.pipeline = Pipeline(chunks, plan.stages, schedule, device, group)
         self.places = _places(model, self.skeleton, plan, self.stages_of)
@@ -108,22 +114,14 @@ def _nothing() -> None:
     return None
 
 
-def _leave(model: nn.Module, others: set[int], skeleton: Skeleton) -> None:
-    """Give up what other ranks hold: parameters, and buffers of units that have parameters, stay as shapes only."""
-    empty: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) in others:
-                if id(param) not in empty:
-                    empty[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-                module._parameters[name] = empty[id(param)]
+def _elsewhere(model: nn.Module, others: set[int], skeleton: Skeleton) -> frozenset[str]:
+    """Names of what other ranks hold: parameters, and buffers of units that have such parameters."""
+    found = {name for name, param in model.named_parameters(remove_duplicate=False) if id(param) in others}
     for path in skeleton.paths:
         unit = model.get_submodule(path)
-        if any(param.is_meta for param in unit.parameters()):
-            for module in unit.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = torch.empty_like(buffer, device="meta")
+        if any(id(param) in others for param in unit.parameters()):
+            found |= {f"{path}.{name}" for name, _ in unit.named_buffers(remove_duplicate=False)}
+    return frozenset(found)
 
 
 def _places(

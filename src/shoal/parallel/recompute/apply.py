@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError
@@ -33,7 +36,28 @@ def _recompute(block: nn.Module) -> None:
     plain = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
     forward.__wrapped__ = plain  # type: ignore[attr-defined]  # its signature is read by some models
     block.forward = forward
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What holds around a block's forward, and when it runs again: torch leaves function modes out in backward, and
+    those that say ``recomputes`` change what is computed."""
+    modes = [mode for mode in _get_current_function_mode_stack() if getattr(mode, "recomputes", False)]
+    return contextlib.nullcontext(), _Within(modes)
+
+
+class _Within:
+    """Modes, entered each time that a block runs again: zero-bubble schedules do so twice."""
+
+    def __init__(self, modes: list[Any]) -> None:
+        self.modes, self.stack = modes, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for mode in self.modes:
+            self.stack.enter_context(mode)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()

@@ -7,21 +7,22 @@ buckets, hooks and ties see a plain, smaller parameter. While a module runs that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.positions import Positions
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.split import Split, spans
 from shoal.blueprint.structures import mapped
 from shoal.core.errors import ModelError
-from shoal.parallel.tensor.moves import Group, assembled, part_of
-from shoal.parallel.tensor.part import marked, plain
+from shoal.parallel.tensor.moves import Group, part_of
+from shoal.parallel.tensor.part import Part, marked, plain
 
 
 class Piece(NamedTuple):
@@ -35,8 +36,8 @@ class Piece(NamedTuple):
 class Layout:
     """How a model's parameters lie over a tensor group, whole tensors in and out, and sums that count each once."""
 
-    def __init__(self, model: nn.Module, roles: Roles, group: Group) -> None:
-        self.model, self.roles, self.group = model, roles, group
+    def __init__(self, model: nn.Module, roles: Roles, group: Group, positions: Mapping[str, Positions]) -> None:
+        self.model, self.roles, self.group, self.positions = model, roles, group, positions
         names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self.first = {name: names[id(p)] for name, p in every}
@@ -69,10 +70,7 @@ class Layout:
         local = (self.model.get_parameter(name) if local is None else local).detach()
         if split is None:
             return local.clone()
-        local = local.contiguous()
-        parts = [torch.empty_like(local) for _ in range(self.group.degree)]
-        dist.all_gather(parts, local, group=self.group.ranks)
-        return assembled(parts, split, self.group.degree)
+        return self.group.gathered(local, split)
 
     @torch.no_grad()
     def load_full(self, name: str, whole: Tensor) -> None:
@@ -107,10 +105,15 @@ class Layout:
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
 
-def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh) -> Layout:
+def apply(
+    model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh,
+    positions: Mapping[str, Positions] | None = None,
+) -> Layout:  # fmt: skip
     """Divide ``model`` in place. Call it before the optimizer is made. Gradients need no further sum afterwards.
 
-    ``mesh``: one dimension, of as many ranks as ``roles`` are for. Raises ModelError where it is another.
+    ``mesh``: one dimension, of as many ranks as ``roles`` are for. ``positions``: layers of which a rank keeps its
+    positions of the results (sequence parallelism), by the weight's first name. Raises ModelError where the mesh is
+    another.
     """
     if mesh.ndim != 1 or mesh.size() != roles.degree:
         raise ModelError(
@@ -120,13 +123,13 @@ def apply(model: nn.Module, blueprint: Blueprint, roles: Roles, mesh: DeviceMesh
     group = Group(mesh.get_group(), roles.degree, mesh.get_local_rank())
     parameters = dict(model.named_parameters())
     _check(roles, {name: tuple(p.shape) for name, p in parameters.items()})
-    layout = Layout(model, roles, group)
+    layout = Layout(model, roles, group, positions or {})
     for name, parameter in parameters.items():
         split = roles.role[name].split
         if split is not None:
             parameter.data = part_of(parameter.data, split, group).clone(memory_format=torch.contiguous_format)
     _show(model, blueprint, layout)
-    model.register_forward_hook(_whole_outputs)
+    model.register_forward_hook(_outputs)
     return layout
 
 
@@ -147,7 +150,7 @@ def _check(roles: Roles, shapes: dict[str, tuple[int, ...]]) -> None:
 class _Shown:
     """Hooks of a module that reads divided parameters: while it runs, their attributes are parts."""
 
-    def __init__(self, reads: list[tuple[nn.Module, str, Split]], group: Group) -> None:
+    def __init__(self, reads: list[tuple[nn.Module, str, Split, Positions | None]], group: Group) -> None:
         self.reads, self.group = reads, group
         self.before: list[list[Any]] = []
 
@@ -155,13 +158,13 @@ class _Shown:
         """Before the module's forward."""
         self.group.running += 1
         saved = []
-        for owner, leaf, split in self.reads:
+        for owner, leaf, split, positions in self.reads:
             parameter = owner._parameters[leaf]
             if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
                 continue  # sharded over another axis: whole again when its own module runs
             saved.append((owner, leaf, owner.__dict__.get(leaf)))
             with torch._C.DisableTorchFunction():  # no operation of the model's own
-                part = marked(parameter.view_as(parameter), split, self.group)
+                part = marked(parameter.view_as(parameter), split, self.group, positions)
                 part._stands_for_parameter = True  # type: ignore[attr-defined]
             owner.__dict__[leaf] = part
         self.before.append(saved)
@@ -198,13 +201,21 @@ def _show(model: nn.Module, blueprint: Blueprint, layout: Layout) -> None:
         shown = []
         for name in (name for first in firsts for name in names[first]):
             owner, _, leaf = name.rpartition(".")
-            shown.append((model.get_submodule(owner), leaf, layout.split(name)))
+            shown.append(
+                (model.get_submodule(owner), leaf, layout.split(name), layout.positions.get(layout.first[name]))
+            )
         hooks = _Shown(shown, layout.group)
         module = model.get_submodule(path)
         module.register_forward_pre_hook(hooks.enter)
         module.register_forward_hook(hooks.leave, always_call=True)
 
 
-def _whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """Collective where an output is a part. What leaves the model is whole."""
-    return mapped(plain, output)
+def _outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Collective where an output is a part. What leaves the model is whole, but for what is split along its last
+    dimension: a head's logits stay parts, so that a loss of them need not gather them."""
+
+    def left(tensor: Tensor) -> Tensor:
+        logits = isinstance(tensor, Part) and tensor._split.dim == tensor.dim() - 1
+        return tensor if logits else plain(tensor)
+
+    return mapped(left, output)

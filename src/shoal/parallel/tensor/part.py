@@ -7,27 +7,34 @@ the whole tensor is gathered and the function runs on it as on one device: slowe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.blueprint.calls import Call, Outcome
+from shoal.blueprint.positions import Positions
+from shoal.blueprint.regions import LAYERS, TRANSPOSES
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split
+from shoal.blueprint.structures import mapped
 from shoal.blueprint.trace import operation_name
 from shoal.core.errors import ModelError
-from shoal.parallel.tensor.moves import Group, enter, gather, part_of, total
+from shoal.parallel.tensor.functions import HOW, attention_layer
+from shoal.parallel.tensor.moves import Group, enter, enter_whole, gather, take, total, total_part
 
 
 class Part(Tensor):
-    """This rank's part of a tensor; made by ``marked``."""
+    """This rank's part of a tensor; made by ``marked``.
+
+    ``_positions``: of a weight whose results are sums over the group: of these, a rank keeps its positions.
+    """
 
     _split: Split
     _group: Group
     _made_in: int | None
+    _positions: Positions | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,16 +42,22 @@ class Part(Tensor):
             return _run(func, args, kwargs or {})
 
 
+def _node() -> Any:
+    """The backward node that runs, None outside backward."""
+    return torch._C._current_autograd_node()
+
+
 def _in_backward() -> int | None:
     """The number of the backward node that runs, None outside backward."""
-    node = torch._C._current_autograd_node()
+    node = _node()
     return None if node is None else node._sequence_nr()
 
 
-def marked(tensor: Tensor, split: Split, group: Group) -> Part:
+def marked(tensor: Tensor, split: Split, group: Group, positions: Positions | None = None) -> Part:
     """A fresh tensor as this rank's part."""
     tensor.__class__ = Part
     tensor._split, tensor._group, tensor._made_in = split, group, _in_backward()  # type: ignore[attr-defined]
+    tensor._positions = positions  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -57,12 +70,43 @@ def plain(tensor: Tensor) -> Tensor:
         return gather(tensor, tensor._split, tensor._group)
 
 
+def keep_parts(module: nn.Module) -> None:
+    """Let a module's inputs stay parts where hooks in between hand them through an autograd function (FSDP2's do),
+    which gives tensors of torch's own class. To be called after those hooks were put on."""
+    taken: list[tuple[Split, Group] | None] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        taken.clear()
+        return mapped(bare, args), mapped(bare, kwargs)
+
+    def bare(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Part):
+            taken.append(None)
+            return tensor
+        taken.append((tensor._split, tensor._group))
+        with torch._C.DisableTorchFunction():
+            return tensor.as_subclass(Tensor)
+
+    def after(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        known = iter(taken)
+        return mapped(lambda t: again(t, next(known)), args), mapped(lambda t: again(t, next(known)), kwargs)
+
+    def again(tensor: Tensor, of: tuple[Split, Group] | None) -> Tensor:
+        if of is None:
+            return tensor
+        with torch._C.DisableTorchFunction():
+            return marked(tensor.view_as(tensor), *of)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(after, with_kwargs=True)
+
+
 #: Functions that ask about a tensor and do not depend on how much of it is here.
 _ASKS = """
     dim ndim ndimension device dtype is_cuda is_cpu requires_grad is_leaf layout is_floating_point
     is_complex is_contiguous element_size get_device is_sparse is_quantized is_nested is_meta is_mps
     is_xpu grad_fn _version requires_grad_ register_hook retain_grad __repr__ __hash__ _backward_hooks
-    names is_inference type output_nr __class__ is_mkldnn __dlpack_device__ is_conj is_neg is_same_size
+    names is_inference type output_nr _base _is_view __class__ is_mkldnn __dlpack_device__ is_conj is_neg is_same_size
     __format__
 """
 ASKS = frozenset(_ASKS.split())
@@ -90,8 +134,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in ASKS and not (name == "type" and len(args) > 1):
         return func(*args, **kwargs)
     if name in ("shape", "size", "numel", "len", "nelement"):
-        if _in_backward() not in (None, args[0]._made_in):
-            return func(*args, **kwargs)  # of a saved part; what a checkpoint just recomputed is compared as whole
+        if _is_saved(args[0]):
+            return func(*args, **kwargs)
         return _asked(name, args, kwargs)
     if name == "getitem" and isinstance(args[1], list):
         args = (args[0], (args[1],))  # as one index that is a list, not as one number for each dimension
@@ -99,12 +143,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     call_args, call_keywords = _described(args, found), _described(kwargs, found)
     part = next(tensor for tensor in found if isinstance(tensor, Part))
     group = part._group
-    if _is_saved(part, group):
+    if _is_saved(part):
         return func(*args, **kwargs)
-    key = (name, in_place, call_args, call_keywords, group.degree)
+    key = (name, in_place, call_args, call_keywords, group.degree, group.rank)
     outcome = _outcomes.get(key)
     if outcome is None:
-        call = Call(name, call_args, dict(call_keywords), group.degree, in_place)
+        call = Call(name, call_args, dict(call_keywords), group.degree, in_place, group.rank)
         try:
             outcome = rule(call)
         except Refusal as refusal:
@@ -114,16 +158,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _outcomes[key] = outcome
     if isinstance(outcome, Refusal):
         return _whole(func, name, args, kwargs, in_place, group, outcome)
-    return _on_parts(func, args, kwargs, found, outcome, group)
+    return _on_parts(func, name, args, kwargs, found, outcome, group)
 
 
-def _is_saved(part: Part, group: Group) -> bool:
+def _is_saved(part: Part) -> bool:
     """Whether a part is read in the backward of a model's own autograd function, where gradients are local values.
 
-    Recomputed forwards (checkpointing) run inside a backward too: their parts were made there, and their modules run.
+    Recomputed forwards (checkpointing) run inside a backward too: with gradients, or inside modules that show parts.
     """
-    node = _in_backward()
-    return node is not None and (part._made_in != node or (not group.running and not torch.is_grad_enabled()))
+    node = _node()
+    if node is None or torch.is_grad_enabled() or part._group.running or part._made_in == node._sequence_nr():
+        return False
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _asked(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -161,33 +207,41 @@ def _described(value: Any, found: list[Tensor]) -> Any:
     return value if isinstance(value, int | float | str | bool | type(None)) else str(value)
 
 
-def _lying(tensor: Tensor, target: Split | None, group: Group) -> Tensor:
-    """Collective where a part must become whole, or in backward. An argument as the rule wants it."""
+def _lying(tensor: Tensor, target: Split | None, group: Group, begins: bool = False) -> Tensor:
+    """Collective where a part must become whole, or in backward. An argument as the rule wants it.
+
+    ``begins``: of a layer at which a region begins, where positions are gathered as planned.
+    """
     now = tensor._split if isinstance(tensor, Part) else None
     if now == target:
         return tensor if now is not None else enter(tensor, group)
-    if now is not None:
+    if now is not None and not begins:
         group.gathers["arguments"] = group.gathers.get("arguments", 0) + 1
-        tensor = gather(tensor, now, group)
-    tensor = enter(tensor, group)
-    return tensor if target is None else part_of(tensor, target, group)
+    if target is None:
+        assert now is not None
+        return enter_whole(tensor, now, group)
+    return take(tensor if now is None else gather(tensor, now, group), target, group)
 
 
-def _on_parts(func: Any, args: Any, kwargs: dict[str, Any], found: list[Tensor], outcome: Outcome, group: Group) -> Any:
+def _on_parts(func: Any, name: str, args: Any, kwargs: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Any:
     if outcome.how == "row":
         return _row(func, found, outcome, group)
     if outcome.how == "heads":
-        return _attention_layer(args, kwargs, outcome.local, group)
-    ready = [_lying(tensor, target, group) for tensor, target in zip(found, outcome.targets, strict=True)]
+        return _heads(args, kwargs, outcome.local, group)
+    begins = name in LAYERS and not outcome.partial
+    ready = [_lying(tensor, target, group, begins) for tensor, target in zip(found, outcome.targets, strict=True)]
     if outcome.how:
         result = HOW[outcome.how](ready, args, kwargs, outcome, group)
     else:
         rest = iter(ready)
         result = func(*_with(args, rest), **_with(kwargs, rest))
     if outcome.partial:
-        return total(result, group)
+        return _summed(result, found, None, group)
     if isinstance(result, Tensor):
-        return result if outcome.outputs is None else marked(result, outcome.outputs, group)  # type: ignore[arg-type]
+        if outcome.outputs is None:
+            return result
+        positions = _positions(found) if name in TRANSPOSES else None
+        return marked(result, outcome.outputs, group, positions)  # type: ignore[arg-type]
     splits = outcome.outputs if isinstance(outcome.outputs, tuple) and not isinstance(outcome.outputs, Split) else None
     for at, tensor in enumerate(result):
         marked(tensor, splits[at] if splits else outcome.outputs, group)  # type: ignore[arg-type]
@@ -209,7 +263,7 @@ def _whole(
     func: Any, name: str, args: Any, kwargs: dict[str, Any], in_place: bool, group: Group, refusal: Refusal
 ) -> Any:
     """Collective. A function that no rule allows on parts, on whole tensors."""
-    if in_place or name in ("setitem", "set"):
+    if isinstance(args[0], Part) and (in_place or name in ("setitem", "set")):
         raise ModelError(
             f"{name} overwrites values that are divided among the ranks of the tensor axis in a way that cannot be "
             f"done on each part: {refusal}; use the form that gives a new tensor, or keep the layers before it "
@@ -230,129 +284,33 @@ def _row(func: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Tens
         for at, (tensor, target) in enumerate(zip(found, outcome.targets, strict=True))
         if target is not None
     }
-    bias = [_lying_whole(found[at], group) for at in range(len(found)) if at not in ready]
+    bias = next((found[at] for at in range(len(found)) if at not in ready), None)
     made = torch.mm(*ready.values()) if func.__name__ == "addmm" else F.linear(*ready.values())
-    made = total(made, group)
-    return made + bias[0] if bias else made
+    return _summed(made, found, bias, group)
 
 
-def _lying_whole(tensor: Tensor, group: Group) -> Tensor:
-    """Collective where it is a part. What every rank adds alike: whole, its gradient not summed."""
-    return gather(tensor, tensor._split, group) if isinstance(tensor, Part) else tensor
+def _heads(args: Any, kwargs: dict[str, Any], heads: int, group: Group) -> tuple[Tensor, None]:
+    """torch's attention layer on this rank's heads."""
+    read = [_lying(tensor, None, group, begins=True) for tensor in args[:3]]
+    made = attention_layer((*read, *args[3:]), kwargs, heads, group)
+    return _summed(made, [args[11]], args[12], group), None
 
 
-def _reshape(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    made = ready[0].reshape(outcome.local)
-    return made.view(made.shape) if made is ready[0] else made
+def _positions(found: list[Tensor]) -> Positions | None:
+    return next((t._positions for t in found if isinstance(t, Part) and t._positions is not None), None)
 
 
-def _expand(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    return ready[0].expand(outcome.local)
+def _summed(made: Tensor, found: list[Tensor], bias: Tensor | None, group: Group) -> Tensor:
+    """Collective. Partial results added up: whole, or this rank's positions of them; then the bias added once.
 
-
-def _cut(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Any:
-    return torch.split(ready[0], list(outcome.local[0]), outcome.local[1])
-
-
-def _index(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    rest = iter(ready[1:])
-
-    def real(part: Any) -> Any:
-        if isinstance(part, Seen):
-            return next(rest)
-        if isinstance(part, tuple):
-            return slice(*part[1:]) if part[:1] == ("slice",) else list(part)
-        return part
-
-    return ready[0][tuple(real(part) for part in outcome.local)]
-
-
-def _kept(shape: tuple[int, ...], p: float, split: Split, like: Tensor, group: Group) -> Tensor:
-    """This rank's part of a dropout mask over the whole tensor, drawn as one device draws it (same memory order)."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
-    whole = torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device)
-    whole = whole.permute([order.index(d) for d in range(like.dim())])
-    return part_of(whole.bernoulli_(1 - p).div_(1 - p), split, group)
-
-
-def _dropout(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    split: Any = outcome.outputs
-    shape = (*ready[0].shape[: split.dim], split.size, *ready[0].shape[split.dim + 1 :])
-    kept = _kept(shape, p, split, ready[0], group)
-    return ready[0].mul_(kept) if (args[3] if len(args) > 3 else kwargs.get("inplace")) else ready[0] * kept
-
-
-def _attention(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    """Attention with heads to repeat, or with dropout (which is drawn over all heads)."""
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"), args, strict=False))
-    given |= kwargs
-    query, key, value = ready[:3]
-    mask, split = ready[3] if len(ready) > 3 else None, outcome.outputs
-    assert isinstance(split, Split)
-    if outcome.local:
-        key, value = (
-            part_of(t.repeat_interleave(split.size // t.shape[-3], -3), Split(t.dim() - 3, split.parts), group)
-            for t in (key, value)
-        )
-    elif given.get("enable_gqa"):
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    causal, scale, p = given.get("is_causal", False), given.get("scale"), given.get("dropout_p", 0.0)
-    if not p:
-        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
-    shape = (*weights.shape[: split.dim], split.size, *weights.shape[split.dim + 1 :])
-    return weights * _kept(shape, p, split, weights, group) @ value
-
-
-def _attention_layer(args: Any, kwargs: dict[str, Any], heads: int, group: Group) -> tuple[Tensor, None]:
-    """torch's multi_head_attention_forward without its weights ([T, B, D]), on this rank's heads."""
-    query, key, value = (enter(tensor, group) for tensor in args[:3])
-    packed, bias, dropout, out, out_bias = (args[place] for place in (5, 6, 10, 11, 12))
-    biases = bias.chunk(3) if bias is not None else (None,) * 3
-    query, key, value = (
-        F.linear(x, w, b).unflatten(-1, (heads // group.degree, -1)).permute(1, 2, 0, 3)
-        for x, w, b in zip((query, key, value), packed.chunk(3), biases, strict=True)
-    )  # [B, H, T, K]
-    padding, mask = kwargs.get("key_padding_mask"), kwargs.get("attn_mask")
-    causal = bool(kwargs.get("is_causal")) and padding is None
-    mask = None if causal or mask is None else _added(mask, query)
-    if padding is not None:
-        padded = _added(padding, query)[:, None, None, :]
-        mask = padded if mask is None else mask + padded
-    given = {"attn_mask": mask, "is_causal": causal, "dropout_p": dropout if kwargs.get("training", True) else 0.0}
-    ready = [query, key, value, *([] if mask is None else [mask])]
-    made = _attention(ready, (), given, Outcome(Split(1, (heads,)), (), "attention", False), group)
-    made = total(F.linear(made.permute(2, 0, 1, 3).flatten(2), out), group)
-    return (made if out_bias is None else made + out_bias), None
-
-
-def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask to be added to scores; of a bool one, what is true takes no part."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(mask, float("-inf"))
-
-
-def _embedding(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
-    """Rows that lie on other ranks give zeros here, before the sum."""
-    ids, weight = ready
-    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
-    low = group.rank * weight.shape[0]
-    here = (ids >= low) & (ids < low + weight.shape[0])
-    if padding is not None:
-        padding = padding % (weight.shape[0] * group.degree) - low
-        padding = padding if 0 <= padding < weight.shape[0] else None
-    rows = F.embedding(torch.where(here, ids - low, 0), weight, padding)
-    return rows.masked_fill(~here.unsqueeze(-1), 0.0)
-
-
-HOW: dict[str, Callable[..., Any]] = {
-    "reshape": _reshape, "expand": _expand, "cut": _cut, "index": _index, "dropout": _dropout,
-    "attention": _attention, "embedding": _embedding,
-}  # fmt: skip
+    What every rank adds alike to the whole has its gradient alike; added to the positions, it is to be summed.
+    """
+    positions = _positions(found)
+    split = positions.split(tuple(made.shape), group.degree) if positions else None
+    if isinstance(bias, Part):
+        bias = gather(bias, bias._split, group)
+    if split is None:
+        made = total(made, group)
+        return made if bias is None else made + bias
+    made = total_part(made, split, group)
+    return marked(made if bias is None else made + enter(bias, group), split, group)

@@ -1,0 +1,227 @@
+"""A layout for a run that names none: planned from this machine as measured, and held against the run at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.blueprint.stored import Sketch
+from shoal.cluster import cached, machine
+from shoal.core.errors import ConfigError
+from shoal.engine.record import RECORD, read_json, write_json
+from shoal.engine.resolve import OF_PLAN
+from shoal.engine.settings import RunSettings
+from shoal.job import Job
+from shoal.launch import measure
+from shoal.launch.answer import Planned, answer
+from shoal.launch.sketch import sketch_apart
+from shoal.monitor.events import read_events
+from shoal.monitor.summary import PARTS as MEASURED
+from shoal.plan.candidate import Cost
+from shoal.plan.explain import gib, layout, seconds
+from shoal.plan.mesh import Mesh
+from shoal.plan.plan import Plan
+from shoal.plan.search import Found
+
+#: Where the chosen plan is written in the run's folder.
+PLAN = "plan.toml"
+#: A model whose state is a smaller share of a worker's memory fits under any layout: no machine is measured for it.
+SMALL = 1e-3
+#: Of a weight, its gradient and two moments in float32.
+STATE_BYTES = 16
+#: What another layout must gain over plain replicate to be taken: predictions err by more than a smaller gain.
+GAIN = 1.05
+#: Of a run's rows, the first, which pay for warming up, are not held against the prediction.
+WARM_UP = 2
+#: A ratio that was learned stands for at most as many runs, so that a machine that changes is followed.
+MOST_RUNS = 5
+#: Which parts of a predicted step a run measures together, by the name of its row.
+TOGETHER = {
+    "forward_backward_s": (
+        "compute_s", "rest_s", "tensor_s", "context_s", "expert_s", "pipeline_s", "bubble_s", "shard_s"
+    ),
+    "sync_exposed_s": ("replicate_s",),
+    "optimizer_s": ("optimizer_s",),
+}  # fmt: skip
+
+
+class Decision(NamedTuple):
+    """The settings with a layout, two lines that say which and why, and the predicted seconds by measured part."""
+
+    settings: RunSettings
+    lines: tuple[str, ...] = ()
+    predicted: dict[str, float] | None = None
+    memory_bytes: float = 0.0
+    learned: str = ""
+
+
+def asked_for(settings: RunSettings) -> bool:
+    """Whether the settings themselves say how ranks are laid out."""
+    given = settings.model_fields_set & {"schedule", "chunks", "shard_level", "recompute", "cpu_offload"}
+    return settings.mesh is not None or settings.plan is not None or bool(given)
+
+
+def decide(job: Job, settings: RunSettings, workers: int, alone: bool = True) -> Decision:
+    """A layout for ``workers`` ranks, where the settings name none.
+
+    A resumed run keeps its own. ``alone``: these workers are ours to start, so that a machine that was never measured
+    can be, quickly. Raises ConfigError where nothing fits, with the nearest change that would.
+    """
+    if workers < 2 or asked_for(settings):
+        return Decision(settings)
+    if settings.resume and (kept := _own(settings, workers)) is not None:
+        return kept
+    known = measure.kept(workers) or measure.kept_quickly(workers)
+    least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
+    found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"
+    if isinstance(found, int):
+        why = f"its {found:,} weights fit under any layout, and this machine was never measured (shoal measure)"
+    elif isinstance(found, str):
+        why = f"no plan could be made: {found}"
+    else:
+        return _planned(found, settings, known or measure.quickly(workers))
+    return Decision(settings, (f"layout: replicate={workers}, plain data parallel", f"why: {why}"))
+
+
+def _own(settings: RunSettings, workers: int) -> Decision | None:
+    """The layout that the run in this folder had, with what was given anew; None where it does not fit the workers."""
+    record = Path(settings.out) / RECORD
+    found = read_json(record).get("plan") if record.exists() else None
+    if found is None:
+        return None
+    plan = Plan.parse({**found, "mesh": Mesh(**found["mesh"])}, str(record))
+    if plan.mesh.size != workers:
+        return None
+    changes = {name: getattr(settings, name) for name in settings.model_fields_set & set(OF_PLAN)}
+    if changes.get("micro_batch"):
+        samples = changes["micro_batch"] * plan.mesh.replicate * plan.mesh.shard
+        changes["accumulation"] = plan.global_batch // samples
+    changes = {name: value for name, value in changes.items() if value is not None}
+    plan = Plan.parse({**{name: getattr(plan, name) for name in Plan.model_fields}, **changes}, "the run's own plan")
+    return Decision(
+        _with(plan, settings), (f"layout: {plan.mesh}, as the run had it", "why: a resumed run keeps its own")
+    )
+
+
+def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decision:
+    cluster, file = known.cluster, str(known.path.with_suffix(".ratios.json"))
+    ratios = read_ratios(Path(file))
+    planned = answer(found, cluster, settings.global_batch, 8, settings.micro_batch)
+    if not planned.best:
+        told = "\n".join(planned.sentences())
+        raise ConfigError(f"{told}\n--mesh replicate={cluster.world} runs it all the same")
+    ranked = sorted(planned.best, key=lambda found: _corrected(found.cost, ratios))
+    chosen, plain = ranked[0], _plain(planned)
+    best_s = _corrected(chosen.cost, ratios)
+    why = _why(planned, chosen, plain, ratios)
+    if plain is not None and _corrected(plain.cost, ratios) < GAIN * best_s:
+        chosen = plain
+    plan = planned.as_plan(chosen.candidate)
+    parts = {name: value * ratios.get(name, 1.0) for name, value in _parts(chosen.cost).items()}
+    step_s = sum(parts.values())
+    lines = (
+        f"layout: {layout(chosen.candidate)}; predicted {seconds(step_s)} a step, {gib(chosen.memory.total_bytes)} of "
+        f"{gib(cluster.device.memory_bytes)} a worker",
+        f"why: {why}",
+    )
+    return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file)
+
+
+def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[str, float]) -> str:
+    best_s = _corrected(chosen.cost, ratios)
+    if plain is None:
+        return next(
+            (s for s in planned.sentences() if s.startswith("Plain data parallel")), "it is the fastest that fits"
+        )
+    plain_s = _corrected(plain.cost, ratios)
+    if chosen.candidate.mesh == plain.candidate.mesh:
+        others = [found for found in planned.best if found.candidate.mesh != plain.candidate.mesh]
+        if not others:
+            return "no other layout divides this job"
+        other = min(others, key=lambda found: _corrected(found.cost, ratios))
+        return (
+            f"fastest of {planned.asked:,} plans on this machine as measured; next {layout(other.candidate)} with "
+            f"{seconds(_corrected(other.cost, ratios))}"
+        )
+    if plain_s < GAIN * best_s:
+        return (
+            f"{layout(chosen.candidate)} would gain {plain_s / best_s - 1:.0%}, less than predictions err; plain data "
+            "parallel is kept"
+        )
+    return f"plain data parallel would take {seconds(plain_s)} a step ({plain_s / best_s - 1:.0%} more)"
+
+
+def _plain(planned: Planned) -> Found | None:
+    tried = next((each for each in planned.tried if each.name == "Plain data parallel"), None)
+    return tried.found if tried else None
+
+
+def _parts(cost: Cost) -> dict[str, float]:
+    return {name: sum(getattr(cost, part) for part in parts) for name, parts in TOGETHER.items()}
+
+
+def _corrected(cost: Cost, ratios: Mapping[str, float]) -> float:
+    return sum(value * ratios.get(name, 1.0) for name, value in _parts(cost).items())
+
+
+def _with(plan: Plan, settings: RunSettings) -> RunSettings:
+    """The settings with the plan, written beside the run."""
+    path = Path(settings.out) / PLAN
+    plan.model_copy(update={"clip": settings.clip, "bucket_mb": settings.bucket_mb}).write(path)
+    return settings.model_copy(update={"plan": str(path)})
+
+
+# Prediction against measurement
+
+
+def measured(out: Path) -> dict[str, float] | None:
+    """Medians of a run's parts over its steps once warm; None where it took too few."""
+    rows = list(read_events(out, 0, "step"))[WARM_UP:]
+    if not rows:
+        return None
+    return {name: statistics.median(row[name] for row in rows) for name in (*MEASURED, "step_s")}
+
+
+def account(decision: Decision | None, out: Path) -> dict[str, dict[str, float]] | None:
+    """The prediction beside what was measured, seconds by part; what is learned is kept for the next plan. None where
+    nothing was predicted, or the run took too few steps."""
+    if decision is None or decision.predicted is None:
+        return None
+    found = measured(out)
+    if found is None:
+        return None
+    learn(Path(decision.learned), decision.predicted, found)
+    others = max(0.0, found["step_s"] - sum(found[name] for name in decision.predicted))
+    predicted = {**decision.predicted, "other_s": 0.0, "step_s": sum(decision.predicted.values())}
+    return {
+        "predicted": predicted,
+        "measured": {
+            **{name: found[name] for name in decision.predicted},
+            "other_s": others,
+            "step_s": found["step_s"],
+        },
+    }
+
+
+def read_ratios(path: Path) -> dict[str, float]:
+    """What earlier runs measured over what was predicted for them, by part."""
+    try:
+        values = json.loads(path.read_text())
+        return {name: float(values["ratios"][name]) for name in TOGETHER if name in values["ratios"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]) -> None:
+    """Keep by how much a run's parts were off: the geometric mean over the last runs."""
+    ratios = read_ratios(path)
+    runs = min(MOST_RUNS, json.loads(path.read_text())["runs"] + 1 if path.exists() and ratios else 1)
+    for name, value in predicted.items():
+        if value > 0 and found[name] > 0:
+            now = ratios.get(name, 1.0) * found[name] / value
+            ratios[name] = math.exp(math.log(ratios.get(name, 1.0)) * (1 - 1 / runs) + math.log(now) / runs)
+    write_json(path, {"runs": runs, "ratios": ratios})

@@ -1,0 +1,165 @@
+"""What else is asked of a planned job: two plans beside each other, more and more devices, its cost, trial runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.blueprint.stored import Sketch
+from shoal.cluster.facts import Cluster
+from shoal.core.errors import ConfigError, nearest
+from shoal.launch.answer import Planned, profiles_of, question_of
+from shoal.plan import explain
+from shoal.plan.candidate import Candidate, Cost
+from shoal.plan.memory import peak
+from shoal.plan.plan import Plan
+from shoal.plan.scale import Point
+from shoal.plan.search import Found, Search
+from shoal.plan.space import Core
+
+
+def priced(planned: Planned, plan: Plan, where: str) -> Found:
+    """What a given plan costs on the planned cluster, whether it fits its memory or not. Raises ConfigError."""
+    plan.fits(planned.cluster.world, where)
+    search, key = planned.search, (plan.mesh.tensor, plan.sequence_parallel)
+    if key not in search.profiles:
+        why = search.refused.get(plan.mesh.tensor, f"tensor={plan.mesh.tensor} was not looked at on this cluster")
+        raise ConfigError(f"{where}: tensor={plan.mesh.tensor}: {why}; choose another degree")
+    profile = search.profiles[key]
+    made = Candidate(
+        mesh=plan.mesh, micro_batch=plan.micro_batch, accumulation=plan.accumulation,
+        starts=_starts(search, plan, where), schedule=plan.schedule, chunks=plan.chunks, shard_level=plan.shard_level,
+        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cpu_offload=plan.cpu_offload,
+        precision=plan.precision, states=planned.question.states, bucket_bytes=plan.bucket_mb * 2**20,
+    )  # fmt: skip
+    return Found(made, search.prices[key].price(made), peak(profile, made, planned.cluster.device))
+
+
+def _starts(search: Search, plan: Plan, where: str) -> tuple[int, ...]:
+    paths = [block.path for block in search.profiles[plan.mesh.tensor, plan.sequence_parallel].blocks]
+    for cut in plan.cuts:
+        if cut not in paths:
+            raise ConfigError(
+                f"{where}: cut before {cut!r}, where the model has no place to cut; {nearest(cut, paths)}"
+            )
+    if plan.cuts or plan.stages == 1:
+        return (0, *(paths.index(cut) for cut in plan.cuts))
+    data = plan.mesh.replicate * plan.mesh.shard
+    core = Core(
+        plan.mesh.pipeline, plan.mesh.tensor, plan.sequence_parallel, data, plan.micro_batch, plan.accumulation,
+        plan.schedule, plan.chunks, plan.recompute,
+    )  # fmt: skip
+    if plan.stages > len(paths):
+        raise ConfigError(
+            f"{where}: {plan.stages} stages, and the model has {len(paths)} places to cut; use at most {len(paths)} "
+            "stages (pipeline x chunks)"
+        )
+    return search.starts(core)
+
+
+def compared(planned: Planned, first: str, second: str) -> list[str]:
+    """Two plans' files beside each other: what each costs, and where they differ. Raises ConfigError."""
+    plans = [Plan.read(path) for path in (first, second)]
+    found = [priced(planned, plan, path) for plan, path in zip(plans, (first, second), strict=True)]
+    told = explain.aligned(explain.table(found, planned.work, planned.cluster))
+    for path, each in zip((first, second), found, strict=True):
+        told += ["", path, explain.step_text(each.cost), explain.memory_text(each.memory, planned.cluster)]
+        if each.memory.total_bytes > planned.search.usable_bytes:
+            told.append(f"It does not fit: {explain.gib(planned.search.usable_bytes)} are usable.")
+    faster, slower = sorted(found, key=lambda each: each.cost.step_s)
+    name = first if found[0] is faster else second
+    return [*told, "", f"{name} is faster; {explain.lost(faster, slower)}.", *plans[0].diff(plans[1])]
+
+
+def scaled(sketch: Sketch, cluster: Cluster, worlds: Sequence[int], global_batch: int | None) -> list[Point]:
+    """The best plan for every world, with the same global batch. Raises ConfigError."""
+    points = []
+    for world in worlds:
+        sized = cluster.resized(world)
+        question = question_of(sketch, sized, global_batch)
+        best = Search(profiles_of(sketch, sized), sized, question).run(1).best
+        why = f"nothing fits {world:,} devices and divides a global batch of {question.global_batch:,}"
+        points.append(Point(world, best[0] if best else None, "" if best else why))
+    return points
+
+
+def cost_lines(planned: Planned, price_per_hour: float) -> list[str]:
+    """What the best plan costs, in the unit that ``price_per_hour`` of a device is in."""
+    best = planned.best[0]
+    per_s = price_per_hour * planned.question.world / 3600
+    rate = explain.rates(best.candidate, best.cost.step_s, planned.work)
+    unit, size, speed = (
+        ("billion tokens", 1e9, rate.tokens_per_s)
+        if planned.work.tokens > 1
+        else ("million samples", 1e6, rate.samples_per_s)
+    )
+    told = [f"At {price_per_hour:g} per device-hour: {size / speed * per_s:,.2f} per {unit}"]
+    samples = planned.sketch.dataset_samples
+    if samples is not None:
+        hours = samples / rate.samples_per_s / 3600
+        told.append(f"  {hours * 3600 * per_s:,.4g} per epoch of {samples:,} samples ({hours:.3g} hours)")
+    return told
+
+
+class Trial(NamedTuple):
+    """A plan that was run for a few steps: seconds by measured part, and of the whole step."""
+
+    found: Found
+    parts: Mapping[str, float]
+    step_s: float
+
+
+def tried(
+    planned: Planned, most: int, run: Callable[[Plan], Mapping[str, float]], together: Mapping[str, Sequence[str]]
+) -> tuple[list[Trial], list[tuple[Found, float]]]:
+    """Run the best plans in turn, at most ``most``; after each, what was measured corrects the others' predictions.
+
+    ``run``: measured seconds by part and ``step_s``. ``together``: which predicted parts a measured one holds. Ends
+    when no plan that was not run is predicted faster than the fastest that was. Returns the trials and all plans by the
+    seconds that are believed now.
+    """
+    trials: list[Trial] = []
+
+    def believed(found: Found) -> float:
+        own = next((trial.step_s for trial in trials if trial.found is found), None)
+        return own if own is not None else _corrected(found.cost, trials, together)
+
+    while len(trials) < min(most, len(planned.best)):
+        left = [found for found in planned.best if all(trial.found is not found for trial in trials)]
+        nxt = min(left, key=believed)
+        if trials and believed(nxt) >= min(trial.step_s for trial in trials):
+            break
+        parts = run(planned.as_plan(nxt.candidate))
+        trials.append(Trial(nxt, parts, parts["step_s"]))
+    return trials, sorted(((found, believed(found)) for found in planned.best), key=lambda pair: pair[1])
+
+
+def _corrected(cost: Cost, trials: Sequence[Trial], together: Mapping[str, Sequence[str]]) -> float:
+    """A predicted step with each part times the mean ratio that trials measured for it."""
+    total = 0.0
+    for name, parts in together.items():
+        value = sum(getattr(cost, part) for part in parts)
+        ratios = [
+            trial.parts[name] / own
+            for trial in trials
+            if (own := sum(getattr(trial.found.cost, part) for part in parts)) > 0 and trial.parts[name] > 0
+        ]
+        total += value * (math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0)
+    others = [trial.step_s - sum(trial.parts[name] for name in together) for trial in trials]
+    return total + max(0.0, sum(others) / len(others) if others else 0.0)
+
+
+def trial_lines(trials: Sequence[Trial], ranked: Sequence[tuple[Found, float]]) -> list[str]:
+    """What was run and how the plans rank now."""
+    told = [
+        f"ran {explain.layout(trial.found.candidate)}: predicted {explain.seconds(trial.found.cost.step_s)}, measured "
+        f"{explain.seconds(trial.step_s)}"
+        for trial in trials
+    ]
+    ran = {id(trial.found) for trial in trials}
+    order = [
+        f"{explain.layout(found.candidate)} {explain.seconds(step)} ({'measured' if id(found) in ran else 'corrected'})"
+        for found, step in ranked
+    ]
+    return [*told, "ranked anew: " + "; ".join(order)]

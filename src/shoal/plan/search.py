@@ -1,0 +1,324 @@
+"""The best plans for a model on a cluster: every way to run it, bounded from below, the promising ones priced.
+
+Best first: a core (space.py) waits under a lower bound of its step, which is sharpened once by its own stage cuts; it
+is priced when no other can be faster, and the search ends when the bounds pass the best that are wanted. So what is
+found is what pricing everything would find (a test holds it to that). Besides: what does not divide is never made; what
+cannot be held even with all its state shared out evenly is dropped unpriced; offload is not asked while the same plan
+fits without, as it is never faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.cluster.facts import Cluster
+from shoal.plan import balance
+from shoal.plan.candidate import Candidate, Cost, Memory
+from shoal.plan.memory import holding, ranks, recomputed
+from shoal.plan.profile import Block, Profile
+from shoal.plan.ranks import stage_rank
+from shoal.plan.space import RECOMPUTE, Core, Question, Spread, candidate, cores, degrees, spreads
+from shoal.plan.time import Prices
+
+#: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
+USABLE = 0.95
+#: How often a cut that is too full is moved before the layout counts as too large.
+_MOVES = 4
+
+#: Tensor degree and sequence parallelism -> one rank's profile, or why there is none.
+Profiles = Callable[[int, bool], Profile | str]
+Only = Callable[[Core, Spread], bool]
+Within = Callable[[Core], bool]
+
+
+class Found(NamedTuple):
+    """A plan that fits, and what it costs."""
+
+    candidate: Candidate
+    cost: Cost
+    memory: Memory
+
+
+class Result(NamedTuple):
+    """``best``: fastest first, each of another mesh. ``asked``: how many plans there are; ``priced``: how many had to
+    be."""
+
+    best: tuple[Found, ...]
+    asked: int
+    priced: int
+
+
+class _Waiting(NamedTuple):
+    """A core in the queue; ``starts`` once its stages are cut, ``played`` once its schedule is."""
+
+    bound_s: float
+    number: int
+    core: Core
+    starts: tuple[int, ...] = ()
+    played: bool = False
+
+
+class Search:
+    """Searches over one model on one cluster; what is priced is kept between them. ``refused``: tensor degrees that
+    the model does not take, and why. Raises ConfigError where the cluster lacks a link or the precision."""
+
+    def __init__(self, profiles: Profiles, cluster: Cluster, question: Question) -> None:
+        self.cluster, self.question = cluster, question
+        self.usable_bytes = cluster.device.memory_bytes * USABLE
+        self.profiles: dict[tuple[int, bool], Profile] = {}
+        self.refused: dict[int, str] = {}
+        for degree, sequence in degrees(question):
+            made = profiles(degree, sequence)
+            if isinstance(made, Profile):
+                self.profiles[degree, sequence] = made
+            else:
+                self.refused[degree] = made
+        self.prices = {key: Prices(made, cluster) for key, made in self.profiles.items()}
+        self._passes: dict[tuple, np.ndarray] = {}
+        self._bottlenecks: dict[tuple, np.ndarray] = {}
+        self._cuts: dict[tuple, tuple[int, ...]] = {}
+        self._left: dict[tuple, np.ndarray] = {}
+        self.priced = 0
+
+    def cores(self) -> list[Core]:
+        """Every core of the question."""
+        places = {key: len(profile.blocks) for key, profile in self.profiles.items()}
+        repeated = any(block.repeated for profile in self.profiles.values() for block in profile.blocks)
+        return cores(self.question, places, repeated)
+
+    def run(self, top: int = 5, only: Only | None = None, within: Within | None = None) -> Result:
+        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through."""
+        asked_for = [core for core in self.cores() if within is None or within(core)]
+        waiting = [_Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
+        asked, before = sum(len(list(spreads(each.core.data))) for each in waiting), self.priced
+        heapq.heapify(waiting)
+        best: dict[tuple, Found] = {}
+        while waiting:
+            each = heapq.heappop(waiting)
+            if each.bound_s >= _worst(best, top):
+                break
+            if not each.starts:
+                if self.left(each.core).sum() <= self.usable_bytes * each.core.pipeline:
+                    heapq.heappush(waiting, self.cut(each))
+                continue
+            if not each.played:
+                if self.fits(each.core, each.starts):
+                    heapq.heappush(waiting, self.play(each))
+                continue
+            for found in self.plans(each.core, each.starts, only, _worst(best, top)):
+                mesh = tuple(found.candidate.mesh.degrees.values())
+                if mesh not in best or found.cost.step_s < best[mesh].cost.step_s:
+                    best[mesh] = found
+        ordered = sorted(best.values(), key=lambda found: found.cost.step_s)
+        return Result(tuple(ordered[:top]), asked, self.priced - before)
+
+    # What a core costs at least
+
+    def passes(self, core: Core) -> np.ndarray:
+        """(blocks, 2): seconds of forward and backward of each block for one micro-batch."""
+        key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute)
+        if key not in self._passes:
+            own = core.tensor, core.sequence_parallel
+            starts = tuple(range(len(self.profiles[own].blocks)))
+            alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=len(starts))
+            stages = self.prices[own].stages(candidate(self.question, alone, Spread(1, 1, 3, False), starts))
+            self._passes[key] = np.array([(forward.total, backward.total) for forward, backward in stages])
+        return self._passes[key]
+
+    def bound(self, core: Core) -> float:
+        """Seconds that a step takes at least: the busiest rank's work, whatever the cuts."""
+        seconds = self.passes(core).sum(axis=1)
+        busy = seconds.sum() / core.pipeline
+        if core.pipeline > 1:
+            key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute)
+            if key not in self._bottlenecks:
+                self._bottlenecks[key] = balance.bottlenecks(seconds, len(seconds))
+            busy = max(busy, self._bottlenecks[key][core.stages - 1])
+        return core.accumulation * float(busy)
+
+    def cut(self, each: _Waiting) -> _Waiting:
+        """With stages, and a bound by them: a rank waits for the first micro-batch to come through the stages before
+        it and, unless it has weights' gradients left to work out then, for its last one to go back."""
+        core, starts = each.core, self.starts(each.core)
+        if core.pipeline == 1:
+            return each._replace(starts=starts)
+        stages = np.add.reduceat(self.passes(core), starts, axis=0)
+        busy = np.zeros(core.pipeline)
+        for stage, seconds in enumerate(stages.sum(axis=1)):
+            busy[stage_rank(core.schedule or "", stage, core.pipeline, core.chunks)] += seconds
+        whole = core.schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
+        ramp = stages[: core.pipeline, 0] + (stages[: core.pipeline, 1] if whole else 0.0)
+        before = np.concatenate([[0.0], np.cumsum(ramp)[:-1]])
+        bound_s = float((core.accumulation * busy + before).max())
+        return each._replace(starts=starts, bound_s=max(bound_s, each.bound_s))
+
+    def play(self, each: _Waiting) -> _Waiting:
+        """With a bound by its schedule, which lasts as long however the weights are held."""
+        made = candidate(self.question, each.core, Spread(each.core.data, 1, 3, False), each.starts)
+        makespan_s = self.prices[each.core.tensor, each.core.sequence_parallel].makespan(made)
+        return each._replace(played=True, bound_s=max(makespan_s, each.bound_s))
+
+    # Stages
+
+    def starts(self, core: Core) -> tuple[int, ...]:
+        """The first block of every stage, by cost alone."""
+        if core.stages == 1:
+            return (0,)
+        key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute, core.stages)
+        if key not in self._cuts:
+            found = balance.cut(self.passes(core).sum(axis=1), core.stages)
+            assert found is not None  # there are no more stages than blocks
+            self._cuts[key] = found
+        return self._cuts[key]
+
+    def fitted(self, core: Core, spread: Spread, starts: tuple[int, ...]) -> tuple[Candidate, Memory] | None:
+        """The plan and its fullest rank, with cuts moved until every rank has room; None where none has."""
+        profile, device = self.profiles[core.tensor, core.sequence_parallel], self.cluster.device
+        made = candidate(self.question, core, spread, starts)
+        if self.least_states(profile, made) > self.usable_bytes:
+            return None
+        held = ranks(profile, made, device)
+        shrunk = np.ones(core.pipeline)
+        for _ in range(_MOVES):
+            full = np.array([each.total_bytes for each in held]) / self.usable_bytes
+            if full.max() <= 1:
+                return made, max(held, key=lambda each: each.total_bytes)
+            if core.pipeline == 1 or full.sum() > core.pipeline:
+                return None
+            shrunk = np.where(full > 1, shrunk / full, shrunk)
+            needs, room = _needs(profile, made, held, self.left(core), self.usable_bytes * shrunk)
+            found = balance.cut(self.passes(core).sum(axis=1), core.stages, needs, room)
+            if found is None or found == made.starts:
+                return None
+            made = made._replace(starts=found)
+            held = ranks(profile, made, device)
+        return None
+
+    @staticmethod
+    def least_states(profile: Profile, made: Candidate) -> float:
+        """Bytes of weights, gradients and optimizer state that the fullest rank holds at least."""
+        if made.cpu_offload:
+            return 0.0
+        states, shards, level = made.states, made.mesh.shard, made.shard_level
+        each = (
+            states.weight / (shards if level == 3 else 1)
+            + states.gradient / (shards if level >= 2 else 1)
+            + states.optimizer / shards
+        )
+        return profile.parameters / made.mesh.pipeline * each
+
+    def fits(self, core: Core, starts: tuple[int, ...]) -> bool:
+        """Whether any way to hold the weights does: the one that holds least."""
+        spread = Spread(1, core.data, 3, core.data > 1)
+        left = np.add.reduceat(self.left(core), starts)
+        place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
+        held = [
+            in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
+            for rank in range(core.pipeline)
+        ]
+        if sum(held) > self.usable_bytes * core.pipeline:
+            return False
+        return self.fitted(core, spread, starts) is not None
+
+    def plans(
+        self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf
+    ) -> Iterable[Found]:
+        """Every plan of a core that fits and takes less than ``worst_s``; offload only where it does not fit without.
+
+        Cuts that memory moves are priced too, but no plan that is too slow with the best cuts is looked at further.
+        """
+        prices = self.prices[core.tensor, core.sequence_parallel]
+        fit: set[tuple[int, int, int]] = set()
+        for spread in spreads(core.data):
+            if (only is not None and not only(core, spread)) or (spread.offload and spread[:3] in fit):
+                continue
+            plain = candidate(self.question, core, spread, starts)
+            self.priced += 1
+            cost = prices.price(plain)
+            if cost.step_s >= worst_s:
+                continue
+            found = self.fitted(core, spread, starts)
+            if found is None:
+                continue
+            fit.add(spread[:3])
+            made, memory = found
+            yield Found(made, cost if made.starts == starts else prices.price(made), memory)
+
+    def left(self, core: Core) -> np.ndarray:
+        """(blocks,): bytes that the forward of a micro-batch leaves for backward."""
+        key = (core.tensor, core.sequence_parallel, core.recompute, core.micro_batch)
+        if key not in self._left:
+            profile = self.profiles[core.tensor, core.sequence_parallel]
+            alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=1)
+            chosen = recomputed(profile, candidate(self.question, alone, Spread(1, 1, 3, False), (0,)))
+            self._left[key] = np.array([_left(block, at in chosen, core) for at, block in enumerate(profile.blocks)])
+        return self._left[key]
+
+    def least(self, within: Within | None = None, axis: str = "shard") -> tuple[Candidate, Memory] | None:
+        """What needs the least memory of all, or of the cores ``within``, with data ranks along ``axis``: the smallest
+        micro-batch, most recomputed, all shared out. None where nothing divides."""
+        cores = [c for c in self.cores() if c.micro_batch == 1 and c.chunks == 1 and (within is None or within(c))]
+        most = max((RECOMPUTE.index(core.recompute) for core in cores), default=0)
+        found = []
+        for core in cores:
+            if RECOMPUTE.index(core.recompute) < most or core.schedule in ("interleaved-zero-bubble", "gpipe"):
+                continue
+            shard = core.data if axis == "shard" else 1
+            made = candidate(self.question, core, Spread(core.data // shard, shard, 3, shard > 1), self.starts(core))
+            held = ranks(self.profiles[core.tensor, core.sequence_parallel], made, self.cluster.device)
+            found.append((made, max(held, key=lambda each: each.total_bytes)))
+        return min(found, key=lambda each: each[1].total_bytes, default=None)
+
+
+def _worst(best: dict[tuple, Found], top: int) -> float:
+    """Seconds of the slowest plan that is wanted so far."""
+    return sorted(found.cost.step_s for found in best.values())[top - 1] if len(best) >= top else math.inf
+
+
+def _needs(
+    profile: Profile, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
+) -> tuple[list[np.ndarray], list[float]]:
+    """For every stage the bytes that blocks take there, as far as they grow with blocks, and the room for them.
+
+    What a rank's blocks take per weight and per kept byte is read off its present account; the rest stays as it is.
+    """
+    numels = np.array([sum(weight.numel for weight in block.weights) for block in profile.blocks], float)
+    ends = [*made.starts[1:], len(numels)]
+    place = [stage_rank(made.schedule or "", s, made.mesh.pipeline, made.chunks) for s in range(len(ends))]
+    needs, room = [], []
+    for rank in place:
+        mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
+        own, states = held[rank], held[rank].weights + held[rank].gradients + held[rank].optimizer
+        per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
+        per_kept = own.activations / max(sum(kept[part].sum() for part in mine), 1.0)
+        needs.append(balance.spans(numels * per_weight + kept * per_kept))
+        room.append((usable[rank] - (own.total_bytes - states - own.activations)) / made.chunks)
+    return needs, room
+
+
+def _left(block: Block, recomputes: bool, core: Core) -> float:
+    held = holding(block)
+    sample, fixed = held.passed if recomputes else held.kept
+    return sample * core.micro_batch + fixed
+
+
+def in_flight(core: Core, rank: int) -> int:
+    """The chunks of a pipeline's rank that wait for their backward at once, at least (techniques: each schedule's own
+    order; those of zero-bubble schedules wait for their weights' half)."""
+    pipeline, chunks, micro = core.pipeline, core.chunks, core.accumulation
+    if core.schedule is None:
+        return 1
+    width = micro // max(1, micro // pipeline)
+    most = {
+        "1f1b": pipeline - rank,
+        "interleaved-1f1b": (chunks - 1) * width + 2 * (pipeline - 1 - rank) + 1,
+        "interleaved-zero-bubble": (chunks - 1) * width + pipeline - rank,
+        "zbv": pipeline + 1,
+        "dualpipev": 2 * pipeline,
+    }
+    return min(micro * chunks, most.get(core.schedule, micro * chunks))
