@@ -15,7 +15,8 @@ from shoal.plan import balance
 from shoal.plan.candidate import States
 from shoal.plan.search import Found, Search
 from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
-from shoal.plan.transformer import Shape, profile
+from shoal.plan.shapes import Shape, Split
+from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +40,7 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
 
 def search(on: Cluster, batch: int = 16, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-    return Search(lambda degree, sequence: profile(shape, tokens, tensor=degree), on, question)
+    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree)), on, question)
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
