@@ -20,7 +20,9 @@ class Skip(Exception):
 
 class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
-    pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block."""
+    pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
+    every device, beyond tensors."""
 
     name: str
     software: Software
@@ -31,6 +33,8 @@ class System(NamedTuple):
     reserved: tuple[float, float] = (1.05, 1.05)
     cuts_by_cost: bool = False
     piped_kernels: float = 0.0
+    recompute_steps: int = 4
+    workspace_bytes: float = 0.0
     first_word: tuple[str, ...] = ()
 
 
@@ -50,6 +54,7 @@ SYSTEMS = (
         overlap_weights=False,
         bucket_bytes=0.75e9,
         reserved=(1.05, 1.2),
+        workspace_bytes=0.3 * 2**30,
         cuts_by_cost=True,
         piped_kernels=147,
         first_word=("nanotron", "ultrascale"),
@@ -62,8 +67,9 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=70, loss_kept=10), States(2, 0, 4, 12),
-           bucket_bytes=160e6, first_word=("megatron", "nemo", "nvidia")),
+    # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
+    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=10), States(2, 0, 4, 12),
+           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo", "nvidia")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
