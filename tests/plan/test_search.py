@@ -16,10 +16,6 @@ from shoal.plan.candidate import States
 from shoal.plan.search import Found, Search
 from shoal.plan.shapes import Shape, Split
 from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
-<<<<<<< HEAD
-from shoal.plan.shapes import Shape, Split
-=======
->>>>>>> part-search
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -44,11 +40,7 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
 
 def search(on: Cluster, batch: int = 8, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-<<<<<<< HEAD
-    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree)), on, question)
-=======
     return Search(lambda degree, sequence: profile(shape, tokens, Split(degree, sequence)), on, question)
->>>>>>> part-search
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
