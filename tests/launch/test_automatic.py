@@ -52,7 +52,7 @@ class Wide(Job):
 def machine(memory: float = 8e9, link: float = 1e11) -> Cluster:
     device = Device(
         name="cpu", kernels="cpu", memory_bytes=int(memory), flops_per_s={"fp32": 1e11}, matmul_share=0.9,
-        attention_share=0.5, memory_bytes_per_s=1e10, memory_share=0.9, launch_s=5e-6,
+        attention_share=0.5, memory_bytes_per_s=1e13, memory_share=0.9, launch_s=0.0,
     )  # fmt: skip
     inside = Link(bytes_per_s=link, base_s=1e-6, latency_s=1e-6)
     return Cluster(name="this machine", device=device, devices_per_node=2, inside=inside, between=inside)
