@@ -153,7 +153,7 @@ def test_a_resumed_run_keeps_its_own_layout_unless_told(tmp_path: Path, known: d
 def rows(folder: Path, step_s: float) -> None:
     log = EventLog(folder, 0)
     for step in range(1, 4):
-        slow = 10.0 if step <= automatic.WARM_UP else 1.0
+        slow = 10.0 if step <= 2 else 1.0
         log.row(
             "step", step=step, step_s=slow * step_s, data_wait_s=0.0, forward_backward_s=slow * step_s * 0.8,
             sync_exposed_s=slow * step_s * 0.1, optimizer_s=slow * step_s * 0.1, checkpoint_stall_s=0.0, other_s=0.0,
