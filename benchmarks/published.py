@@ -32,8 +32,6 @@ HERE = Path(__file__).resolve().parent
 #: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
 #: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate without the allocator's part).
 HEADROOM = 0.9
-#: Products' and collectives' workspaces on every device, bytes.
-WORKSPACE = 0.3 * 2**30
 COLUMNS = {"model", "seq_len", "gpu", "tp", "pp", "notes", "source"}
 
 
@@ -72,7 +70,7 @@ def memory(case: Case, candidate: Candidate) -> list[float]:
     factor = case.system.reserved[candidate.mesh.pipeline > 1]
     device = case.cluster.device
     found = closed_ranks(profile_of(case, candidate), candidate, device)
-    return [(one.total_bytes - one.overhead) * factor + WORKSPACE for one in found]
+    return [(one.total_bytes - one.overhead) * factor + case.system.workspace_bytes for one in found]
 
 
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:

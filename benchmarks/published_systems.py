@@ -21,7 +21,8 @@ class Skip(Exception):
 class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
-    ``recompute_steps``: quarters of all layers that it recomputes at most."""
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
+    every device, beyond tensors."""
 
     name: str
     software: Software
@@ -33,6 +34,7 @@ class System(NamedTuple):
     cuts_by_cost: bool = False
     piped_kernels: float = 0.0
     recompute_steps: int = 4
+    workspace_bytes: float = 0.0
     first_word: tuple[str, ...] = ()
 
 
@@ -52,6 +54,7 @@ SYSTEMS = (
         overlap_weights=False,
         bucket_bytes=0.75e9,
         reserved=(1.05, 1.2),
+        workspace_bytes=0.3 * 2**30,
         cuts_by_cost=True,
         piped_kernels=147,
         first_word=("nanotron", "ultrascale"),

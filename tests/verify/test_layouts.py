@@ -81,7 +81,7 @@ def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
     assert verify("tensor=2", fields={"grouped": True}).ok
     found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
     assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
-    assert "ranks 0, 1 hold different values" in found.reason
+    assert found.max_rel_grad > 0.1
 
 
 def test_a_bias_added_twice_is_found_and_named() -> None:

@@ -23,8 +23,8 @@ class Op(NamedTuple):
     """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
     samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
     ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are.
-    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward.
-    ``precision``: where it is not the profile's.
+    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward. ``precision``: where
+    it is not the profile's.
     """
 
     name: str

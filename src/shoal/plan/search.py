@@ -73,10 +73,12 @@ class Search:
         self.profiles: dict[tuple[int, bool], Profile] = {}
         self.refused: dict[int, str] = {}
         for degree, sequence in degrees(question):
+            if (degree, True) in self.profiles and not question.thorough:
+                continue
             made = profiles(degree, sequence)
             if isinstance(made, Profile):
                 self.profiles[degree, sequence] = made
-            else:
+            elif not sequence:
                 self.refused[degree] = made
         self.prices = {key: Prices(made, cluster) for key, made in self.profiles.items()}
         self._passes: dict[tuple, np.ndarray] = {}
@@ -191,7 +193,7 @@ class Search:
             if core.pipeline == 1 or full.sum() > core.pipeline:
                 return None
             shrunk = np.where(full > 1, shrunk / full, shrunk)
-            needs, room = _needs(profile, made, held, self.left(core), self.usable_bytes * shrunk)
+            needs, room = _needs(profile, core, made, held, self.left(core), self.usable_bytes * shrunk)
             found = balance.cut(self.passes(core).sum(axis=1), core.stages, needs, room)
             if found is None or found == made.starts:
                 return None
@@ -281,23 +283,25 @@ def _worst(best: dict[tuple, Found], top: int) -> float:
 
 
 def _needs(
-    profile: Profile, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
+    profile: Profile, core: Core, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
 ) -> tuple[list[np.ndarray], list[float]]:
     """For every stage the bytes that blocks take there, as far as they grow with blocks, and the room for them.
 
-    What a rank's blocks take per weight and per kept byte is read off its present account; the rest stays as it is.
+    State goes with weights, as it does on the rank now; activations with ``kept`` bytes times the chunks in flight;
+    all else stays as it is.
     """
     numels = np.array([sum(weight.numel for weight in block.weights) for block in profile.blocks], float)
     ends = [*made.starts[1:], len(numels)]
-    place = [stage_rank(made.schedule or "", s, made.mesh.pipeline, made.chunks) for s in range(len(ends))]
+    place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
     needs, room = [], []
     for rank in place:
         mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
-        own, states = held[rank], held[rank].weights + held[rank].gradients + held[rank].optimizer
+        states = held[rank].weights + held[rank].gradients + held[rank].optimizer
         per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
-        per_kept = own.activations / max(sum(kept[part].sum() for part in mine), 1.0)
-        needs.append(balance.spans(numels * per_weight + kept * per_kept))
-        room.append((usable[rank] - (own.total_bytes - states - own.activations)) / made.chunks)
+        flights = in_flight(core, rank) / core.chunks
+        grows = states + flights * sum(kept[part].sum() for part in mine)
+        needs.append(balance.spans(numels * per_weight + kept * flights))
+        room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
     return needs, room
 
 

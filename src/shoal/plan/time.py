@@ -89,6 +89,7 @@ class Prices:
         self._passes: dict[tuple, Work] = {}
         self._parts: dict[tuple, Part] = {}
         self._spans: dict[tuple, Span] = {}
+        self._plays: dict[tuple, float] = {}
 
     def price(self, candidate: Candidate, exact: bool = True) -> Cost:
         """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
@@ -100,7 +101,9 @@ class Prices:
             ranks[rank].append(stage)
         busiest = max(ranks, key=lambda mine: sum(works[stage].total for stage in mine))
         total = Pass(*map(sum, zip(*(side for stage in busiest for side in works[stage]), strict=True)))
-        makespan, sent = self._makespan(candidate, works, micro * total.total, exact)
+        makespan, sent = micro * total.total, 0.0
+        if mesh.pipeline > 1:
+            makespan, sent = self._makespan(candidate, works, exact)
         shard, replicate = max((self._gradients(candidate, stages, works, mine) for mine in ranks), key=sum)
         return Cost(
             compute_s=micro * total.compute,
@@ -137,7 +140,8 @@ class Prices:
 
     def _work(self, part: Part, candidate: Candidate) -> Work:
         """One micro-batch on a part."""
-        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep)
+        adds = candidate.accumulation > 1 and candidate.shard_level < 3
+        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
@@ -151,7 +155,7 @@ class Prices:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
-        forward, backward = (sum(side) for side in zip(*seconds, strict=True))
+        forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         again = (
@@ -192,17 +196,26 @@ class Prices:
             )
         return self._spans[key]
 
-    def _makespan(self, candidate: Candidate, works: list[Work], alone: float, exact: bool) -> tuple[float, float]:
-        """Seconds from the first forward to the last backward, and of them what sending between stages adds."""
+    def makespan(self, candidate: Candidate) -> float:
+        """Seconds from the first forward to the last backward, however the weights are held."""
+        works = self.stages(candidate)
         if candidate.mesh.pipeline == 1:
-            return alone, 0.0
+            return candidate.accumulation * sum(work.total for work in works)
+        return self._lasts(*self._pipeline(candidate, works))
+
+    def _makespan(self, candidate: Candidate, works: list[Work], exact: bool) -> tuple[float, float]:
+        """Seconds from the first forward to the last backward, and of them what sending between stages adds."""
         shape, times = self._pipeline(candidate, works)
         if not exact:
             return closed_form(*shape, times)
-        whole = play(*shape, times).makespan
-        if not any(time.send for time in times):
-            return whole, 0.0
-        return whole, whole - play(*shape, [time._replace(send=0.0) for time in times]).makespan
+        whole = self._lasts(shape, times)
+        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in times])
+
+    def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
+        key = (*shape, tuple(times))
+        if key not in self._plays:  # the same for every way to hold the weights
+            self._plays[key] = play(*shape, times).makespan
+        return self._plays[key]
 
     def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:
         """The schedule's numbers and each stage's times."""
@@ -279,7 +292,10 @@ class Prices:
         """Reading gradients, reading and writing weights and states; tied weights counted at each place."""
         states, device = candidate.states, self.cluster.device
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
-        nbytes = numel / candidate.mesh.shard * (states.gradient + 2 * (states.optimizer + states.weight))
+        numel /= candidate.mesh.shard
+        nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
+        if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
+            return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
         return nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
 
 
