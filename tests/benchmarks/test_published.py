@@ -44,6 +44,8 @@ def test_a_row_becomes_a_plan_on_its_hardware():
     assert (plan.schedule, plan.chunks, plan.accumulation, plan.shard_level) == ("interleaved-1f1b", 4, 16, 1)
     assert plan.starts == (0, 5, 9, 13, 17, 21, 25, 29)
     assert plan.sequence_parallel and plan.precision == "bf16"
+    assert not read(row(notes="CPU offload False")).candidates[0].cpu_offload
+    assert read(row(notes="parameter CPU offload")).candidates[0].cpu_offload
     assert (case.cluster.devices_per_node, case.cluster.nodes) == (8, 8)
     assert case.cluster.between.bytes_per_s == pytest.approx(50e9 / 8)
     assert case.shape.parameters / 1e9 == pytest.approx(8.03, rel=0.01)
