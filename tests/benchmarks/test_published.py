@@ -142,7 +142,7 @@ def test_cuts_schedules_and_groups():
 
 GOLDEN = [
     ("mosaicml_llm_foundry.csv", {"model": "MPT-7b", "gpu": "A100-80GB", "seq_len": "2048", "n_gpus": "8"}),
-    ("mosaicml_llm_foundry.csv", {"model": "MPT-70b", "gpu": "H100-80GB", "n_gpus": "512"}),
+    ("mosaicml_llm_foundry.csv", {"model": "MPT-30b", "gpu": "H100-80GB", "n_gpus": "64"}),
     ("mosaicml_llm_foundry.csv", {"model": "MPT-125m", "gpu": "A100-40GB", "seq_len": "512"}),
     ("fms_fsdp_ibm.csv", {"model": "Llama2-7B", "gpu": "A100-80GB", "compile": "yes"}),
     ("internevo_train_performance.csv", {"n_gpus": "64", "tp": "2"}),
