@@ -69,7 +69,7 @@ SYSTEMS = (
     ),
     # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
     System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=10), States(2, 0, 4, 12),
-           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo", "nvidia")),
+           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),

@@ -124,7 +124,9 @@ def test_a_bound_is_never_above_the_price() -> None:
     of = search(cluster(4))
     for core in of.cores()[::5]:
         starts = of.starts(core)
-        cost = of.prices[core.tensor, core.sequence_parallel].price(of.fitted(core, Spread(core.data, 1, 3, False), starts)[0])
+        cost = of.prices[core.tensor, core.sequence_parallel].price(
+            of.fitted(core, Spread(core.data, 1, 3, False), starts)[0]
+        )
         assert of.bound(core) <= cost.step_s * (1 + 1e-9)
 
 

@@ -17,7 +17,8 @@ COLOURS = {
     "B": "#f58518",
     "I": "#e45756",
     "W": "#72b7b2",
-    "waiting": "#9d9da1", "gradients": "#b279a2",
+    "waiting": "#9d9da1",
+    "gradients": "#b279a2",
     "optimizer": "#54a24b",
 }
 WORDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
