@@ -37,8 +37,8 @@ class Span(NamedTuple):
 
 
 def spans(prices: Prices, candidate: Candidate) -> list[Span]:
-    """A step of the candidate: every action of the pipeline, the wait for the slowest device, what of gradients and shards nothing hides, then
-    the optimizer; the last one ends at the step's end."""
+    """A step of the candidate: every action of the pipeline, the wait for the slowest device, what of gradients and
+    shards nothing hides, then the optimizer; the last one ends at the step's end."""
     cost, works = prices.price(candidate), prices.stages(candidate)
     found = [_action(event, works[event.action.stage]) for event in prices.played(candidate)]
     end = max(span.end_s for span in found)
