@@ -156,7 +156,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> t
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
-                    cpu_offload="offload" in row["notes"].lower() and "Offload False" not in row["notes"],
+                    cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
                 )
             )
     return tuple(made)

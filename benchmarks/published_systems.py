@@ -48,7 +48,7 @@ SYSTEMS = (
         # kernels: floor of 4.4 ms per block at tensor 2 to 8 and micro-batch 1; piped_kernels: floor of 8.5, 13, 20 ms
         # at tensor 2, 4, 8 in a pipeline; reserved: median over the memory column.
         "nanotron",
-        Software(activation=5, activation_kept=3, residual=4, kernels=310),
+        Software(activation=5, activation_kept=3, residual=4, loss_kept=14, kernels=310),
         States(2, 0, 4, 12),
         overlap_gradients=False,
         overlap_weights=False,
@@ -68,8 +68,8 @@ SYSTEMS = (
         first_word=("megatron-deepspeed", "vtrain"),
     ),
     # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
-    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=10), States(2, 0, 4, 12),
-           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo", "nvidia")),
+    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80), States(2, 0, 4, 12),
+           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
@@ -78,11 +78,16 @@ COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2))
 
 
 def system(row) -> System:
-    """Of the names that a row's source, section and notes contain, the first; else by its sharding."""
+    """Of the names that a row's source, section and notes contain, the first; else by whether layers are divided."""
     text = " ".join((row["source"], row["section"], row["notes"])).lower()
     named = [one for one in SYSTEMS if any(word in text for word in one.first_word)]
-    found = named[0] if named else SYSTEMS[2 if row["sharding"] in ("none", "zero1") else -1]
-    return COMPILED if found.name == "fsdp" and row["compile"] == "yes" else found
+    divided = any(row[axis] not in ("", "1") for axis in ("tp", "pp", "ep"))
+    found = named[0] if named else SYSTEMS[2 if divided else -1]
+    if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
+        found = found._replace(states=States(2, 0, 2, 4))
+    if found.name == "fsdp" and row["compile"] == "yes":
+        return COMPILED._replace(states=found.states)
+    return found
 
 
 #: What a row's device is called, and its preset.

@@ -11,7 +11,7 @@ from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
 from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
 from shoal.plan.shapes import Shape, Split
-from shoal.plan.time import Prices, exposed, price
+from shoal.plan.time import Prices, exposed, price, straggling
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -122,6 +122,14 @@ def test_two_at_a_time_slow_each_other_down():
     assert exposed(3.0, 5.0, 1.2, overlaps=False) == 3.0
 
 
+def test_more_devices_wait_longer_for_the_slowest_from_a_node_on():
+    assert straggling(1) == straggling(8) == 0
+    assert straggling(512) == pytest.approx(0.04 * ((2 * 9 * 0.693147) ** 0.5 - (2 * 3 * 0.693147) ** 0.5), rel=1e-5)
+    made = model(block("b", op(flops=5e13)))
+    cost = price(made, lone(Mesh(replicate=64)), CLUSTER)
+    assert cost.rest_s == pytest.approx(3.0 * straggling(64))
+
+
 def candidates(mesh_values):
     for values in mesh_values:
         mesh = Mesh(**values)
@@ -170,7 +178,7 @@ def test_less_bandwidth_never_makes_a_step_faster_nor_tensor_more_attractive():
 def test_a_thousand_plans_take_little_time():
     """At least 10,000 a second on a core of its own; the bound leaves room for busy machines."""
     prices = Prices(profile(GPT, 512, Split(tensor=2)), CLUSTER)
-    many = [candidate for candidate in candidates(MESHES)] * 70
+    many = list(candidates(MESHES)) * 70
     begun = time.process_time()
     for candidate in many:
         prices.price(candidate, exact=False)

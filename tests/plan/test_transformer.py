@@ -76,8 +76,8 @@ def test_sequence_parallelism_divides_all_that_is_kept_if_inputs_are_gathered_an
 
 
 def test_tensor_collectives_of_a_layer():
-    def calls(split, software=Software()):
-        return sorted((t.collective, t.phase) for t in layer(profile(LLAMA_8B, S, split, software=software)).traffic)
+    def calls(split):
+        return sorted((t.collective, t.phase) for t in layer(profile(LLAMA_8B, S, split)).traffic)
 
     assert calls(Split()) == []
     assert calls(Split(tensor=4)) == [("all_reduce", "backward")] * 2 + [("all_reduce", "forward")] * 2

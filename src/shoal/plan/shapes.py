@@ -103,7 +103,7 @@ class Software(NamedTuple):
     rope: float = 2
     scores: float = 5
     loss_bytes: float = 16
-    loss_kept: float = 14
+    loss_kept: float = 10
     casts: float = 2
     grouped: float = 0.8
     kernels: float = 16

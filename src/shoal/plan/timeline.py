@@ -17,7 +17,8 @@ COLOURS = {
     "B": "#f58518",
     "I": "#e45756",
     "W": "#72b7b2",
-    "waiting": "#9d9da1", "gradients": "#b279a2",
+    "waiting": "#9d9da1",
+    "gradients": "#b279a2",
     "optimizer": "#54a24b",
 }
 WORDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
@@ -36,8 +37,8 @@ class Span(NamedTuple):
 
 
 def spans(prices: Prices, candidate: Candidate) -> list[Span]:
-    """A step of the candidate: every action of the pipeline, the wait for the slowest device, what of gradients and shards nothing hides, then
-    the optimizer; the last one ends at the step's end."""
+    """A step of the candidate: every action of the pipeline, the wait for the slowest device, what of gradients and
+    shards nothing hides, then the optimizer; the last one ends at the step's end."""
     cost, works = prices.price(candidate), prices.stages(candidate)
     found = [_action(event, works[event.action.stage]) for event in prices.played(candidate)]
     end = max(span.end_s for span in found)
