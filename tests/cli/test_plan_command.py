@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.blueprint.facts import Kept, Storage
 from shoal.blueprint.stored import Sketch
 from shoal.core.errors import ConfigError
 from shoal.launch.answer import Planned, answer
@@ -76,6 +77,9 @@ def small(saved: Path, gib: float, world: int = 4) -> Planned:
 def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
     made = sketch_of(str(saved / "planned.py"), {})
     assert Sketch.read(saved / "blueprint.json") == made
+    read = Sketch.read(saved / "blueprint.json").blueprint
+    assert read.timeline is not None and isinstance(read.timeline.storages[0], Storage)
+    assert isinstance(next(op for op in read.operations if op.kept).kept[0], Kept)
     assert made.optimizer_bytes == 8
     assert made.global_batch == 16 and made.clip == 1.0 and made.dataset_samples == 64
 

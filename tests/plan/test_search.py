@@ -13,7 +13,7 @@ from shoal.cluster import presets
 from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
-from shoal.plan.search import Found, Search
+from shoal.plan.search import Found, Search, Waiting
 from shoal.plan.shapes import Shape, Split
 from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
 from shoal.plan.transformer import profile
@@ -127,7 +127,9 @@ def test_a_bound_is_never_above_the_price() -> None:
         cost = of.prices[core.tensor, core.sequence_parallel].price(
             of.fitted(core, Spread(core.data, 1, 3, False), starts)[0]
         )
-        assert of.bound(core) <= cost.step_s * (1 + 1e-9)
+        each = Waiting(of.bound(core), 0, core)
+        for sharper in (each, of.cut(each), of.play(of.cut(each))):
+            assert each.bound_s <= sharper.bound_s <= cost.step_s * (1 + 1e-9)
 
 
 def test_offload_is_only_taken_where_nothing_fits_without() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.facts import Blueprint, inside
+from shoal.blueprint.facts import Blueprint
 from shoal.core.errors import ConfigError
 
 

@@ -29,13 +29,14 @@ class Move(NamedTuple):
 
 class Local(NamedTuple):
     """An operation on one rank. ``taken``, ``given``: shapes of the tensors among its arguments, and of its results.
-    ``divided``: it works on parts. ``gathered``: values of which it makes a whole copy."""
+    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values that it copies whole."""
 
     taken: tuple[tuple[int, ...], ...]
     given: tuple[tuple[int, ...], ...]
     divided: bool
     moves: tuple[Move, ...]
     gathered: frozenset[int]
+    how: str = ""
 
 
 class Divided(NamedTuple):
@@ -147,7 +148,7 @@ class _Replay:
                 self.local(self.blueprint.values[value].shape, split)
                 for value, split in zip(operation.gives, each, strict=True)
             ),
-            outcome is not None, tuple(self.moves), frozenset(self.gathered),
+            outcome is not None, tuple(self.moves), frozenset(self.gathered), outcome.how if outcome else "",
         )  # fmt: skip
 
     def positions(self, operation: Operation, outcome: Outcome | None) -> Split | None:

@@ -12,8 +12,9 @@ from shoal.cli.loading import loading
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
 #: Settings of the run that count here, with what is said of their defaults where it is not the run's own.
 FLAGS = {
-    "mesh": "", "plan": "", "schedule": "", "chunks": "", "sequence_parallel": "", "shard_level": "", "recompute": "",
-    "cpu_offload": "", "global_batch": "", "micro_batch": "", "clip": "", "precision": "fp64", "steps": "3", "seed": "",
+    "mesh": "", "plan": "", "schedule": "", "chunks": "", "sequence_parallel": "", "shard_level": "",
+    "recompute": "", "cpu_offload": "",
+    "global_batch": "", "micro_batch": "", "clip": "", "precision": "fp64", "steps": "3", "seed": "",
 }  # fmt: skip
 
 

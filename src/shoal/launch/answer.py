@@ -75,10 +75,10 @@ class Planned:
         """What binds, why the runner-up lost, why the obvious choices are not the plan, what is not known."""
         told = []
         if self.best:
-            told.append(explain.binds(self.best[0], self.free, self.cluster))
-            if len(self.best) > 1:
-                told.append(f"Runner-up: {explain.lost(self.best[0], self.best[1])}.")
-            told += [explain.obvious(self.best[0], each, self.cluster) for each in self.tried]
+            fastest, *others = self.best
+            told.append(explain.binds(fastest, self.free, self.cluster))
+            told += [f"Runner-up: {explain.lost(fastest, other)}." for other in others[:1]]
+            told += [explain.obvious(fastest, each, self.cluster) for each in self.tried]
         else:
             told += self.changes
         told += [f"tensor={degree} is not possible: {why}." for degree, why in list(self.search.refused.items())[:1]]

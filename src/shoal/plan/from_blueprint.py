@@ -120,6 +120,8 @@ class _Maker:
         share, grows = self.share(of), isinstance(of, int) and of in self.of_input
         if of is None and operation < len(self.operations):
             share, grows = self.like(operation, numel, backward)
+            if self.local.operations[operation].how == "cross_entropy" and not backward and share < 1:
+                share *= 2  # over parts of the classes their exponentials are kept beside the logarithms
         return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
 
     def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:
