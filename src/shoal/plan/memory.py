@@ -8,6 +8,7 @@ replicated, FSDP2's gathered units and reduce-scatter inputs where they are shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -27,11 +28,16 @@ def peak(profile: Profile, candidate: Candidate, device: Device) -> Memory:
     return max(ranks(profile, candidate, device), key=lambda memory: memory.total_bytes)
 
 
-def ranks(profile: Profile, candidate: Candidate, device: Device) -> list[Memory]:
-    """Each pipeline coordinate's peak (ranks that differ elsewhere hold no more)."""
-    pipeline = candidate.mesh.pipeline
+def ranks(profile: Profile, candidate: Candidate, device: Device, most_bytes: float = math.inf) -> list[Memory]:
+    """Each pipeline coordinate's peak (ranks that differ elsewhere hold no more), from the first on; the last ones are
+    left out once those before them hold more than ``most_bytes`` together."""
     chosen = recomputed(profile, candidate)
-    return [_Rank(profile, candidate, device, place, chosen).memory() for place in range(pipeline)]
+    found: list[Memory] = []
+    for place in range(candidate.mesh.pipeline):
+        if sum(memory.total_bytes for memory in found) > most_bytes:
+            break
+        found.append(_Rank(profile, candidate, device, place, chosen).memory())
+    return found
 
 
 def recomputed(profile: Profile, candidate: Candidate) -> frozenset[int]:

@@ -184,9 +184,12 @@ class Search:
         made = candidate(self.question, core, spread, starts)
         if self.least_states(profile, made) > self.usable_bytes:
             return None
-        held = ranks(profile, made, device)
+        room_bytes = self.usable_bytes * core.pipeline
+        held = ranks(profile, made, device, room_bytes)
         shrunk = np.ones(core.pipeline)
         for _ in range(_MOVES):
+            if len(held) < core.pipeline:  # too much for all of them together, wherever the cuts are
+                return None
             full = np.array([each.total_bytes for each in held]) / self.usable_bytes
             if full.max() <= 1:
                 return made, max(held, key=lambda each: each.total_bytes)
@@ -198,7 +201,7 @@ class Search:
             if found is None or found == made.starts:
                 return None
             made = made._replace(starts=found)
-            held = ranks(profile, made, device)
+            held = ranks(profile, made, device, room_bytes)
         return None
 
     @staticmethod
