@@ -304,9 +304,7 @@ class _Part(_Pass):
 
     def real(self, tensor: Tensor) -> Tensor:
         """The real tensor that a placeholder stands for, where it is known."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor
-        return self.known.get(self.numbers[id(tensor)], tensor)
+        return self.known.get(self.numbers.get(id(tensor), -1), tensor)
 
     def other_path(self, what: str) -> None:
         expected = self.recording.events[self.at].what if self.at < len(self.recording.events) else "the end"
