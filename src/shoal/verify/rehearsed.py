@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers", "inputs")
-#: Whose code asks for memory, and what that memory then is; anything else is activations.
+#: Whose code asks for memory (file and functions, none: all), and what that memory then is; else it is activations.
 MAKERS = (
-    ("torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "gathered"),
-    ("torch/distributed/fsdp/_fully_shard/", "buffers"),
-    ("shoal/parallel/pipeline/runtime.py", "buffers"),
-    ("shoal/parallel/replicate/buckets.py", "gradients"),
-)  # fmt: skip
+    ("torch/distributed/fsdp/_fully_shard/_fsdp_param.py", (), "gathered"),
+    ("torch/distributed/fsdp/_fully_shard/", (), "buffers"),
+    ("shoal/parallel/pipeline/runtime.py", ("_buffer", "get_fwd_send_ops", "get_bwd_send_ops"), "buffers"),
+    ("shoal/parallel/replicate/buckets.py", (), "gradients"),
+)
 NAMES = {
     "allreduce_": "all_reduce", "all_reduce_": "all_reduce", "_allgather_base_": "all_gather",
     "allgather_": "all_gather", "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_out": "all_gather",
@@ -86,7 +86,8 @@ class Counting(TorchDispatchMode):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # seen again as operations on what this rank holds
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # a tensor rank's parts answer Python code with whole shapes
+            result = func(*args, **kwargs)
         self._count_flops(func, args, kwargs, result)
         if func in collective_ops and func not in sync_ops:
             self._count_collective(func, args, kwargs, result)
@@ -130,8 +131,8 @@ class Counting(TorchDispatchMode):
         frame = sys._getframe(3)
         while frame is not None:
             file = frame.f_code.co_filename
-            for part, category in MAKERS:
-                if part in file:
+            for part, functions, category in MAKERS:
+                if part in file and (not functions or frame.f_code.co_name in functions):
                     return category
             if "/shoal/engine/" in file:
                 return "activations"
