@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -193,4 +193,8 @@ def _bytes(kind: str, args: Any, result: Any, ranks: int) -> int:
     """Of the buffer that a collective is about, whole."""
     first = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)]
     second = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)] if len(args) > 1 else []
-    return max(sum(t.numel() * t.element_size() for t in each) for each in (first, second, tree_leaves(result)) if all(isinstance(t, Tensor) for t in each))
+    return max(
+        sum(t.numel() * t.element_size() for t in each)
+        for each in (first, second, tree_leaves(result))
+        if all(isinstance(t, Tensor) for t in each)
+    )

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
 from shoal.blueprint.structures import mapped, stands_for_parameter, tensors
 from shoal.core.errors import ModelError
 from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
+from shoal.parallel.shapes import Shapes
 
 
 class Event(NamedTuple):
@@ -55,7 +56,7 @@ class Skeleton:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.paths = unit_paths(model)
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = Shapes(allow_non_fake_inputs=True)
         self.twin = shapes_of(model, self.paths)
         self.names = {id(param): name for name, param in self.twin.named_parameters()}
         for path in self.paths:
