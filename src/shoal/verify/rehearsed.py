@@ -19,8 +19,17 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+#: Attention's kernels on the CPU, which torch's registry lacks.
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers", "inputs")
 #: Whose code asks for memory (file and functions, none: all), and what that memory then is; else it is activations.
 MAKERS = (
@@ -76,7 +85,6 @@ class Counting(TorchDispatchMode):
         self.peak_phase = self.phase = ""
         self.collectives: dict[Collective, Sums] = {}
         self.flops = 0
-        self.counts = True
 
     def begin(self) -> None:
         """Forget what was counted, but for what is alive."""
@@ -97,7 +105,7 @@ class Counting(TorchDispatchMode):
         return result
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        counted = flop_registry.get(func._overloadpacket)
+        counted = flop_registry.get(func._overloadpacket) or CPU_ATTENTION.get(func._overloadpacket)
         if counted is not None:
             self.flops += counted(*args, **kwargs, out_val=result)
 
@@ -107,7 +115,7 @@ class Counting(TorchDispatchMode):
         key = Collective(NAMES.get(name, name), tuple(dist.get_process_group_ranks(group)), self.phase)
         sums = self.collectives.setdefault(key, Sums())
         sums.count += 1
-        sums.bytes += _bytes(key.kind, args, result, len(key.ranks))
+        sums.bytes += _bytes(args, result)
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Count a tensor's storage, once, as ``category``, or by who asks for it."""
@@ -189,12 +197,9 @@ class Counting(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-def _bytes(kind: str, args: Any, result: Any, ranks: int) -> int:
+def _bytes(args: Any, result: Any) -> int:
     """Of the buffer that a collective is about, whole."""
-    first = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)]
-    second = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)] if len(args) > 1 else []
     return max(
-        sum(t.numel() * t.element_size() for t in each)
-        for each in (first, second, tree_leaves(result))
-        if all(isinstance(t, Tensor) for t in each)
+        sum(t.numel() * t.element_size() for t in tree_leaves(each) if isinstance(t, Tensor))
+        for each in (*args[:2], result)
     )
