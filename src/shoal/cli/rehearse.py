@@ -26,7 +26,8 @@ def command(
     *,
     rank: Annotated[int | None, typer.Option(help="which rank (default: 0)", min=0)] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="one rank of each kind; the others are like one of them", metavar="distinct")
+        str | None,
+        typer.Option(help="one rank of each kind (the others are like one of them), or some", metavar="distinct|R,R"),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="whose devices are meant: a preset, or a TOML file", metavar="NAME|FILE")

@@ -68,7 +68,7 @@ def rehearse(
     """Run a step of ``job`` (an instance, or the path of its file) as rank ``rank`` of the world that ``mesh`` or
     ``plan`` asks for, in this process, without its memory or its computing.
 
-    ``ranks="distinct"``: one rank of each pipeline coordinate; the others are like one of these. ``cluster``: a preset
+    ``ranks``: ``distinct`` (one rank of each pipeline coordinate; the others are like one of these) or ``0,8``. ``cluster``: a preset
     or file whose device's kernels and capacity are held against what was found. ``settings``: those of a run's layout.
     Raises ConfigError and ModelError as training would, LaunchError where a process group is there already.
     """
@@ -102,14 +102,17 @@ def rehearse(
 
 def _ranks(plan: Plan, rank: int | None, ranks: str | None) -> list[int]:
     """The ranks that were asked for. Raises ConfigError."""
-    if ranks not in (None, "distinct"):
-        raise ConfigError(f"--ranks {ranks!r}: it takes the word distinct (one rank of each kind); or give --rank R")
     if rank is not None and ranks is not None:
         raise ConfigError(f"--rank {rank} and --ranks {ranks} were given; give one of them")
     if ranks == "distinct":
         return [rank_of(plan.mesh, pipeline=place) for place in range(plan.mesh.pipeline)]
-    coordinates(plan.mesh, rank or 0)
-    return [rank or 0]
+    words = (ranks or str(rank or 0)).split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--ranks {ranks!r}: it takes the word distinct (one rank of each kind), or numbers: 0,8,16")
+    chosen = [int(word) for word in words]
+    for each in chosen:
+        coordinates(plan.mesh, each)
+    return chosen
 
 
 def _sketch(job: Job, settings: RunSettings, plan: Plan) -> Sketch:

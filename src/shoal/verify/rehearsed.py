@@ -93,9 +93,11 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # seen again as operations on what this rank holds
-        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():  # a tensor rank's parts answer Python code with whole shapes
-            result = func(*args, **kwargs)
+            return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         self._count_flops(func, args, kwargs, result)
         if func in collective_ops and func not in sync_ops:
             self._count_collective(func, args, kwargs, result)
@@ -136,7 +138,7 @@ class Counting(TorchDispatchMode):
     def _maker(self) -> str:
         if self.phase == "optimizer":
             return "optimizer"
-        frame = sys._getframe(3)
+        frame = sys._getframe(4)
         while frame is not None:
             file = frame.f_code.co_filename
             for part, functions, category in MAKERS:
