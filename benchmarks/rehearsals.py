@@ -94,9 +94,8 @@ def main() -> None:
                 f"{row['foretold'] / 1e6:,.3f} | {row['error']:+.2%} | {row['moment']} |", flush=True,
             )  # fmt: skip
     bad = [row for row in rows if abs(row["error"]) > 0.03]
-    print(
-        f"{len(rows)} cells, {len(rows) - len(bad)} within 3 %, worst {max((abs(r['error']) for r in rows), default=0):.2%}"
-    )
+    worst = max((abs(row["error"]) for row in rows), default=0)
+    print(f"{len(rows)} cells, {len(rows) - len(bad)} within 3 %, worst {worst:.2%}")
     if "--json" in sys.argv:
         environment = {"torch": torch.__version__, "cpu_s": round(time.process_time() - began, 1)}
         print(json.dumps({"cells": rows, "environment": environment}))

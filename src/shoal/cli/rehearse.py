@@ -12,7 +12,7 @@ from shoal.cli.train import flags_of
 
 HELP = "Run a step of the Job in FILE as one rank of any world, here: peak memory, collectives, FLOPs, and predictions."
 #: Settings of the run that count here.
-FLAGS = dict.fromkeys(
+FLAGS: dict[str, str] = dict.fromkeys(
     ("mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
      "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed"), "",
 )  # fmt: skip

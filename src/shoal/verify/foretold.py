@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
     stages = rank_stages(candidate.schedule or "gpipe", place, pipeline, candidate.chunks) if pipeline > 1 else (0,)
     numbers = [number for stage in stages for number in range(starts[stage], starts[stage + 1])]
     flops = sum(_flops(made.blocks[n]) + _forward(made.blocks[n]) * (n in again) for n in numbers) * samples
-    traffic = Counter[str]()
+    traffic = defaultdict[str, float](float)
     for number in numbers:
         for each in made.blocks[number].traffic:
             times = 1 + (number in again and each.phase == "forward")

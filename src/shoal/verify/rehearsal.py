@@ -50,8 +50,8 @@ from shoal.verify.rehearsed_report import Counted, Rehearsal, Rehearsed, named
 STEPS = 2  # the second is counted: the optimizer has its state then
 #: Run settings that a rehearsal takes.
 SETTINGS = (
-    "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload", "global_batch",
-    "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed",
+    "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
+    "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed",
 )  # fmt: skip
 
 
@@ -68,8 +68,9 @@ def rehearse(
     """Run a step of ``job`` (an instance, or the path of its file) as rank ``rank`` of the world that ``mesh`` or
     ``plan`` asks for, in this process, without its memory or its computing.
 
-    ``ranks``: ``distinct`` (one rank of each pipeline coordinate; the others are like one of these) or ``0,8``. ``cluster``: a preset
-    or file whose device's kernels and capacity are held against what was found. ``settings``: those of a run's layout.
+    ``ranks``: ``distinct`` (one rank of each pipeline coordinate; the others are like one of these) or ``0,8``.
+    ``cluster``: a preset or file whose device's kernels and capacity are held against what was found. ``predict``:
+    also trace the model and say what its plan foretells. ``settings``: those of a run's layout.
     Raises ConfigError and ModelError as training would, LaunchError where a process group is there already.
     """
     if loading():
@@ -205,7 +206,7 @@ def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
 
 
 def _supplied(run: Run) -> Callable[[Tensor], list[float]]:
-    """The figures of a step that goes well: every trained parameter was used, nobody asks to stop, no buffer changed."""
+    """The figures of a step that goes well: every trained weight was used, nobody asks to stop, no buffer changed."""
 
     def read(total: Tensor) -> list[float]:
         figures = {name: 0.0 if name == "bad_counts" else 1.0 for name in FIGURES}

@@ -126,8 +126,8 @@ def _rank_lines(each: Rehearsed, whole: Rehearsal) -> list[str]:
         needed = counted.peak_bytes + more + whole.device.reserved_bytes
         fits = "fits" if needed <= whole.device.memory_bytes else "does not fit"
         told.append(
-            f"  on {whole.device.name}: {size(needed)} with {size(whole.device.reserved_bytes)} reserved and {more:+,.0f} "
-            f"bytes for its kernels; {fits} {size(whole.device.memory_bytes)}"
+            f"  on {whole.device.name}: {size(needed)} with {size(whole.device.reserved_bytes)} reserved and "
+            f"{more:+,.0f} bytes for its kernels; {fits} {size(whole.device.memory_bytes)}"
         )
     flops = _beside(count(said.flops), said.flops, counted.flops) if said else ""
     told.append(f"  {count(counted.flops)} FLOPs{flops}")

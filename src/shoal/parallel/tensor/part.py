@@ -46,7 +46,7 @@ class Part(Tensor):
 @functools.cache
 def _part_of(kind: type[Tensor]) -> type[Part]:
     """The class of parts of tensors of a class: one that handles operations itself (fake tensors) goes on doing so."""
-    if kind is Part or kind.__torch_dispatch__ is Part.__torch_dispatch__:
+    if kind.__torch_dispatch__ is Part.__torch_dispatch__:  # type: ignore[attr-defined]
         return Part
     return kind if issubclass(kind, Part) else type(f"{kind.__name__}Part", (Part, kind), {})
 
