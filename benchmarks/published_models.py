@@ -1,11 +1,14 @@
 """Shapes of public models, for rows whose cells are empty. Each with where it was read."""
 
-from shoal.plan.transformer import Experts, Latent, Shape
+from shoal.plan.shapes import Experts, Latent, Mamba, Shape
 
-#: name fragment (lower case, punctuation removed) -> shape. The longest fragment that a row's model contains is taken.
+#: One letter per layer; of the second the public configuration names the first 60.
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+#: Part of a name (lower case, letters, digits and dots) -> shape. The longest that a row's model contains is taken.
 MODELS = {
     # https://huggingface.co/internlm/internlm-7b/blob/main/config.json (vocabulary 103168)
-    "internlm7b": Shape("InternLM-7B", 32, 4096, 32, 32, 11008, 103168, biases=True),
+    "internlm7b": Shape("InternLM-7B", 32, 4096, 32, 32, 11008, 103168),
     # https://huggingface.co/internlm/internlm-20b/blob/main/config.json
     "internlm20b": Shape("InternLM-20B", 60, 5120, 40, 40, 13824, 103168),
     # https://huggingface.co/meta-llama/Llama-2-7b-hf and the like
@@ -14,15 +17,15 @@ MODELS = {
     "llama270b": Shape("Llama-2-70B", 80, 8192, 64, 8, 28672, 32000),
     # https://huggingface.co/meta-llama/Llama-3.1-8B and the like
     "llama38b": Shape("Llama-3-8B", 32, 4096, 32, 8, 14336, 128256),
-    "llama318b": Shape("Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
+    "llama3.18b": Shape("Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
     "llama370b": Shape("Llama-3-70B", 80, 8192, 64, 8, 28672, 128256),
-    "llama3170b": Shape("Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
-    "llama31405b": Shape("Llama-3.1-405B", 126, 16384, 128, 8, 53248, 128256),
+    "llama3.170b": Shape("Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
+    "llama3.1405b": Shape("Llama-3.1-405B", 126, 16384, 128, 8, 53248, 128256),
     "llama3405b": Shape("Llama-3.1-405B", 126, 16384, 128, 8, 53248, 128256),
-    "llama321b": Shape("Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, tied=True),
-    "llama323b": Shape("Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, head_dim=128, tied=True),
+    "llama3.21b": Shape("Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, tied=True),
+    "llama3.23b": Shape("Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, head_dim=128, tied=True),
     # fms-fsdp's 1.8B configuration, https://github.com/foundation-model-stack/fms-fsdp config_utils.py (llama3_1.8b)
-    "llama318bx": Shape("Llama-3-1.8B", 24, 2048, 16, 8, 7168, 128256),
+    "llama31.8b": Shape("Llama-3-1.8B", 24, 2048, 16, 8, 7168, 128256),
     # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1
     "mixtral8x7b": Shape("Mixtral-8x7B", 32, 4096, 32, 8, 14336, 32000, experts=Experts(8, 2, 14336)),
     "mixtral8x22b": Shape("Mixtral-8x22B", 56, 6144, 48, 8, 16384, 32768, experts=Experts(8, 2, 16384)),
@@ -39,13 +42,22 @@ MODELS = {
     "kimik2": Shape("Kimi-K2", 61, 7168, 64, 64, 18432, 163840, head_dim=128,
                     experts=Experts(384, 8, 2048, 2048, 1, 18432), latent=Latent(1536, 512, 64, 128)),
     # https://huggingface.co/Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B
-    "qwen330ba3b": Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 6144, 151936, head_dim=128, experts=Experts(128, 8, 768)),
-    "qwen3235ba22b": Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 12288, 151936, head_dim=128,
+    "qwen330b": Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 6144, 151936, head_dim=128, experts=Experts(128, 8, 768)),
+    "qwen3235b": Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 12288, 151936, head_dim=128,
                            experts=Experts(128, 8, 1536)),
     # https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json
-    "gptoss120b": Shape("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=Experts(128, 4, 2880)),
-    "gptoss20b": Shape("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, head_dim=64, experts=Experts(32, 4, 2880)),
+    "gptoss120b": Shape("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, head_dim=64, window=128,
+                        experts=Experts(128, 4, 2880)),
+    "gptoss20b": Shape("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, head_dim=64, window=128,
+                       experts=Experts(32, 4, 2880)),
     # https://arxiv.org/abs/2005.14165, table 2.1
-    "gpt3175b": Shape("GPT-3 175B", 96, 12288, 96, 96, 49152, 51200, gated=False, norm="layer",
-                      learned_positions=2048, biases=True),
+    "gpt3175b": Shape("GPT-3 175B", 96, 12288, 96, 96, 49152, 51200, gated=False, learned=2048),
+    # https://github.com/NVIDIA/Megatron-LM tests/functional_tests/test_cases/nemotron (widths, experts, pattern);
+    # Mamba-2 as in https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json
+    "nemotron3nano": Shape("Nemotron-3-Nano", 52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=False, pattern=NANO,
+                           experts=Experts(128, 6, 1856, 3712), mamba=Mamba(4096, 128, 8, 64)),
+    "nemotron3.5lightning": Shape("Nemotron-3.5-Lightning", 52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=False,
+                                  pattern=NANO, experts=Experts(128, 6, 1856, 3712), mamba=Mamba(4096, 128, 8, 64)),
+    "nemotron3super": Shape("Nemotron-3-Super", 88, 4096, 32, 2, 2688, 131072, head_dim=128, gated=False, pattern=SUPER,
+                            experts=Experts(512, 22, 2688, 5376, width=1024), mamba=Mamba(8192, 128, 8, 128)),
 }  # fmt: skip

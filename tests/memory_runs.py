@@ -50,10 +50,11 @@ class Live(TorchDispatchMode):
         self.at_peak: list[tuple[int, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, str(func))
+        with torch._C.DisableTorchFunctionSubclass():  # here is below the functions that parts of tensors answer
+            result = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                    self._see(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, str(func))
         now = self.now()
         if now > self.peak:
             self.peak = now

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shoal.checkpoint.pieces import Part
+from shoal.engine.held import Held
 from shoal.parallel.shard.apply import Sharded, apply
 from shoal.parallel.shard.gradients import ShardedGradients
 from shoal.parallel.shard.spec import ShardSettings
 from shoal.parallel.shard.units import shard_units
+from shoal.plan.mesh import Mesh
 
 Steps = list[list[int]]  # the samples of each step
 
@@ -53,6 +56,11 @@ def gradients_of(held: Sharded) -> ShardedGradients:
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor. Collective where it lies in shards."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def regions(name: str, tensor: Tensor) -> tuple[Part, ...]:
+    """Where what this rank has of a tensor lies in the whole."""
+    return Held(Mesh(shard=dist.get_world_size()), dist.get_rank()).piece(name, tensor.detach()).parts
 
 
 def micro_batches(rank: int, ranks: int, ids: list[int], size: int) -> list[list[int]]:

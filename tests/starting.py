@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from tests.small_jobs import start
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of their storages, each once."""
     storages = {local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def largest_weight(model: nn.Module) -> int:
+    """Bytes of a model's largest parameter."""
+    return max(param.numel() * param.element_size() for param in model.parameters())
 
 
 def share_of(run: Run) -> int:

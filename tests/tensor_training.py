@@ -45,6 +45,13 @@ def found_roles(case: Case, degree: int, overrides: dict[str, str] | None = None
     return blueprint, roles(blueprint, degree, overrides)
 
 
+def full_tensor(layout: Layout, name: str, local: Tensor | None = None) -> Tensor:
+    """Collective. The whole parameter, or the whole of another tensor that is divided like it."""
+    split = layout.split(name)
+    local = (layout.model.get_parameter(name) if local is None else local).detach()
+    return local.clone() if split is None else layout.group.gathered(local, split)
+
+
 def train(case: Case, model: nn.Module, layout: Layout | None = None, steps: int = 3) -> Trained:
     """Three AdamW steps on the same batch; dropout is seeded alike on every rank.
 
@@ -59,9 +66,9 @@ def train(case: Case, model: nn.Module, layout: Layout | None = None, steps: int
         loss.backward()
         losses.append(loss.item())
         full = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        grads.append({n: layout.full_tensor(n, g) if layout else g.clone() for n, g in full.items()})
+        grads.append({n: full_tensor(layout, n, g) if layout else g.clone() for n, g in full.items()})
         optimizer.step()
-    weights = {n: layout.full_tensor(n) if layout else p.detach().clone() for n, p in model.named_parameters()}
+    weights = {n: full_tensor(layout, n) if layout else p.detach().clone() for n, p in model.named_parameters()}
     return Trained(losses, grads, weights)
 
 

@@ -10,6 +10,7 @@ from shoal.blueprint.facts import Ref
 from shoal.blueprint.trace import trace
 from shoal.core.errors import ModelError
 from shoal.models.gpt import GPT
+from shoal.verify.exact import Exactly
 
 pytestmark = pytest.mark.unit
 
@@ -127,3 +128,13 @@ def test_a_model_that_needs_its_values_is_refused_with_the_module():
 
     with pytest.raises(ModelError, match="the model cannot be traced: module '1' .* keep values of tensors out"):
         trace(nn.Sequential(nn.Linear(2, 2), Decides()), (torch.ones(1, 2),), {})
+
+
+def test_a_function_that_gives_back_what_it_got_overwrites_nothing():
+    """Dropout switched off, as verification does around a model's own call."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(16, 8))
+    with Exactly(lift=False):
+        blueprint = trace(model, (torch.zeros(2, 8),), {})
+    assert [(operation.name, operation.in_place) for operation in blueprint.operations] == [
+        ("linear", False), ("relu", True), ("linear", False)
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from shoal.core.errors import ConfigError, LaunchError
 from shoal.launch import local, worker
+from shoal.launch.watch import Overdue, Slot, describe
 from shoal.launch.world import World
 
 pytestmark = pytest.mark.unit
@@ -84,3 +85,21 @@ def test_an_entry_that_returns_no_exit_code_is_a_failure_that_says_so(tmp_path, 
         "error: rank 1's entry was to return its exit code, found None; return 0 at its end"
     )
     assert not worker.done_path(tmp_path, 1).exists()
+
+
+def test_a_forked_ranks_stack_ends_where_its_work_begins():
+    work = f'  File "{worker.__file__}", line 9 in work'
+    launcher = '  File "/x/shoal/verify/verify.py", line 7 in _run'
+    text = f'Thread 0x1 (most recent call first):\n  File "/x/job.py", line 3 in loss\n{work}\n{launcher}\n{launcher}\n'
+    other = 'Thread 0x2 (most recent call first):\n  File "/x/loader.py", line 5 in wait'
+    found = worker.own_frames(f"{text}\n{other}\n")
+    assert "job.py" in found and work in found and "verify.py" not in found and found.endswith(other)
+
+
+def test_a_rank_that_computes_or_is_kept_from_it_is_told_from_one_that_waits():
+    slots = [Slot(rank, 7, 0, 0, "forward_backward", 0.0, 0.0) for rank in (0, 1)]
+    said = describe(Overdue((), 120.0, 120.0), slots, {0: "R", 1: "S"}).splitlines()
+    assert said[1:] == [
+        "  rank 0: after step 0, in forward_backward, computing or in want of a processor (state R)",
+        "  rank 1: after step 0, in forward_backward",
+    ]

@@ -10,22 +10,30 @@ from tests.parallel.test_meshes import alone, gpt_job, trained
 from tests.small_jobs import Rows, error, job, start
 from tests.tensor_cases import FAMILIES, OWN, cross_entropy, family, ids
 from tests.tensor_training import Case, built, found_roles, hold, train
+from tests.zoo import cells as zoo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.blueprint.positions import shared_positions
+from shoal.blueprint.split import Split
 from shoal.core.errors import ConfigError
 from shoal.models import GPT
 from shoal.parallel.tensor.apply import Layout, apply
+from shoal.parallel.tensor.moves import Group, part_of
+from shoal.parallel.tensor.part import marked
 
 pytestmark = pytest.mark.ranks
 
 LAYOUTS = [
     (2, {"mesh": "tensor=2", "micro_batch": 2}),
     (3, {"mesh": "tensor=3", "micro_batch": 8, "recompute": "selective"}),
-    (4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}),
+    pytest.param(4, {"mesh": "pipeline=2,tensor=2", "micro_batch": 1}, marks=pytest.mark.nightly),
     (4, {"mesh": "shard=2,tensor=2", "micro_batch": 1, "recompute": "full"}),
-    (8, {"mesh": "pipeline=2,shard=2,tensor=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2, "recompute": "full"}),
+    pytest.param(
+        8,
+        {"mesh": "pipeline=2,shard=2,tensor=2", "micro_batch": 1, "schedule": "zbv", "chunks": 2, "recompute": "full"},
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 
@@ -45,6 +53,20 @@ def test_a_layout_computes_what_one_process_does(folder, tmp_path, ranks, layout
     assert error(found[2], weights) < 1e-10
 
 
+@pytest.mark.parametrize("layout", ["pipeline=2,tensor=2", pytest.param("shard=2,tensor=2", marks=pytest.mark.nightly)])
+def test_a_llama_under_hybrid_layouts(folder, tmp_path, layout):
+    """Grouped heads, norms that are products with a weight, a rotary table; whole runs with casts lifted to float64."""
+    pytest.importorskip("transformers")
+    expected = zoo.alone("llama", folder / "llama")
+    given = {
+        "mesh": layout,
+        "micro_batch": zoo.MICRO_BATCH // (2 if "shard" in layout else 1),
+        "sequence_parallel": True,
+    }
+    every = run_ranks(lambda rank: zoo.trained("llama", tmp_path, **given), 4, 120)
+    assert zoo.difference(every, expected) < 1e-10
+
+
 FEW = ("llama", "gpt2", "hf vit")
 #: Its norms add up gradients in float32 even in a float64 model, over other positions on each rank.
 NARROW = ("gemma",)
@@ -57,6 +79,18 @@ def test_models_that_nobody_rewrote_train_as_on_one_process(name):
     pytest.importorskip("transformers")
     _, _, gathers = hold(family(name), 2, sequence=True)
     assert set(gathers) == ({"getitem"} if name == "hf vit" else set())
+
+
+def test_recomputed_blocks_of_a_llama_are_exact():
+    """What a block was given in forward is a part in its recomputation too."""
+    pytest.importorskip("transformers")
+
+    def recomputing():
+        model = family("llama").model()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    hold(family("llama")._replace(model=recomputing), 2, sequence=True)
 
 
 @pytest.mark.parametrize("name", [*list(OWN)[1:2], *(pytest.param(n, marks=pytest.mark.nightly) for n in OWN)])
@@ -122,7 +156,7 @@ def test_a_region_gathers_once_and_scatters_once_each_way():
 
 @pytest.mark.parametrize("length", [7, 1])
 def test_positions_that_do_not_divide_are_exact(length):
-    """Seven positions over two ranks are four and three; a single one stays whole, as in a run's last, short samples."""
+    """Seven positions over two ranks are four and three; a single one, as of a run's short samples, stays whole."""
     case = Case(lambda: GPT(64, 32, 2, 4, 16), ids, cross_entropy)
     short = case._replace(inputs=lambda: {"ids": ids()["ids"][:, :length]})
     wanted = train(short, built(case))
@@ -157,6 +191,19 @@ def test_a_stream_that_is_read_whole_stays_whole_and_is_exact():
     assert shared.layers.keys() == {"down.1.weight"}
     assert shared.reasons["down.0.weight"] == "its output is read whole by cumsum in the model"
     hold(case, 2, sequence=True)
+
+
+def test_values_are_added_in_place_to_what_is_whole():
+    """What is whole stays so: the positions are gathered first."""
+
+    def rank(rank):
+        group, split = Group(dist.group.WORLD, 2, rank), Split(1, (5,))
+        whole = torch.arange(10.0).view(2, 5)
+        stream = torch.ones(2, 5)
+        stream += marked(part_of(whole, split, group).clone(), split, group)
+        return torch.equal(stream, whole + 1), group.gathers
+
+    assert run_ranks(rank, 2) == [(True, {"add": 1})] * 2
 
 
 def rows_job(model):

@@ -22,7 +22,7 @@ from shoal.parallel.tensor.apply import apply
 from shoal.plan.from_blueprint import profile
 
 SAMPLES, BOUND = 4, 0.01
-QUICK = ("llama", "gpt2", "MLP-Mixer")
+QUICK = ("gpt2", "MLP-Mixer")
 DIVIDED = ("olmo", "phi", "mixtral", "gpt_neox", "opt", "bert", "distilbert", "t5", "vit", "MLP", "MLP-Mixer")
 CELLS = [(family, precision) for family in FAMILIES for precision in ("fp32", "bf16")]
 
@@ -116,3 +116,43 @@ def test_kept_bytes_on_a_tensor_rank():
 @pytest.mark.parametrize("family", DIVIDED)
 def test_kept_bytes_on_a_tensor_rank_of_a_family(family):
     on_tensor_ranks(family)
+
+
+class Attending(nn.Module):
+    """A norm, an attention with dropout and a product; [B, T, 32] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.unit
+def test_a_gpu_keeps_what_its_kernels_are_stated_to_keep():
+    """Flash attention removes the 5as/h of eager attention and leaves a logsumexp; norms and dropout masks are smaller.
+
+    Korthikanti et al., https://arxiv.org/abs/2205.05198
+    """
+    model, batch, length = Attending().train(), 2, 64
+    x = torch.zeros(batch, length, 32)
+    blueprint = trace(model, (x,), {}, batch, Ending(lambda y, _: y.square().sum(), x))
+    tokens, heads = batch * length, 4
+    kept = {}
+    for kernels in ("cpu", "cuda-flash", "cuda-math"):
+        made = profile(blueprint, ["norm", "qkv", "out", "drop"], kernels=kernels)
+        ops = {op.name: op.kept_bytes * batch for block in made.blocks for op in block.ops}
+        kept[kernels] = ops
+        held = sum(block.holding.kept[0] for block in made.blocks if block.holding) * batch
+        every = sum(op.kept_bytes for block in made.blocks for op in block.ops) * batch
+        assert held == pytest.approx(every, rel=0.01), "the timeline keeps the same"
+    assert kept["cuda-flash"]["dropout"] == tokens * 32 < kept["cpu"]["dropout"]
+    assert kept["cuda-flash"]["rms_norm"] == tokens * 32 * 4 + tokens * 4
+    flash, maths = (kept[k]["scaled_dot_product_attention"] for k in ("cuda-flash", "cuda-math"))
+    assert flash == tokens * (96 + 32) * 4 + 4 * heads * tokens
+    assert maths == tokens * (96 + 32) * 4 + 4 * heads * length * tokens

@@ -13,13 +13,14 @@ from shoal.cluster import presets
 from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
-from shoal.plan.search import Found, Search
+from shoal.plan.search import Found, Search, Waiting
+from shoal.plan.shapes import Shape, Split
 from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
-from shoal.plan.transformer import Shape, profile
+from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
 
-SMALL = Shape("small", layers=6, hidden=512, heads=8, kv_heads=4, ffn=2048, vocab=32000)
+SMALL = Shape("small", layers=4, hidden=512, heads=8, kv_heads=4, ffn=2048, vocab=32000)
 LLAMA_70B = Shape("llama-70b", 80, 8192, 64, 8, 28672, 128256)
 LLAMA_405B = Shape("llama-405b", 126, 16384, 128, 8, 53248, 128256)
 BF16 = States(weight=4, compute=0, gradient=4, optimizer=8)
@@ -37,9 +38,9 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
     )  # fmt: skip
 
 
-def search(on: Cluster, batch: int = 16, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
+def search(on: Cluster, batch: int = 8, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-    return Search(lambda degree, sequence: profile(shape, tokens, tensor=degree), on, question)
+    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree, sequence)), on, question)
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
@@ -62,10 +63,10 @@ def everything(of: Search) -> dict[tuple[int, ...], Found]:
     return best
 
 
-@pytest.mark.parametrize("memory", [80e9, 3.0e9, 1.6e9])
+@pytest.mark.parametrize("memory", [80e9, 1.1e9, 0.8e9])
 def test_the_search_finds_what_pricing_every_plan_finds(memory: float) -> None:
     """https://github.com/microsoft/DeepSpeed/issues/2183"""
-    of = search(cluster(8, memory))
+    of = search(cluster(4, memory, node=2))
     result = of.run(5)
     expected = sorted(everything(of).values(), key=lambda found: found.cost.step_s)
     assert expected, "the memory leaves nothing to compare"
@@ -74,11 +75,11 @@ def test_the_search_finds_what_pricing_every_plan_finds(memory: float) -> None:
     )
     assert len(result.best) == min(5, len(expected))
     assert {str(f.candidate.mesh) for f in result.best} == {str(f.candidate.mesh) for f in expected[: len(result.best)]}
-    assert result.priced < result.asked / 2
+    assert result.priced < 0.6 * result.asked
 
 
 def test_plans_that_are_found_fit_their_devices() -> None:
-    of = search(cluster(8, 1.6e9))
+    of = search(cluster(4, 0.8e9, node=2))
     for found in of.run(5).best:
         assert found.memory.total_bytes <= of.usable_bytes
 
@@ -91,8 +92,8 @@ def test_the_batch_is_the_one_that_was_asked_for() -> None:
 
 def test_more_memory_never_raises_the_predicted_time() -> None:
     steps = []
-    for memory in (1.2e9, 1.6e9, 2e9, 3e9, 6e9, 80e9):
-        best = search(cluster(8, memory)).run(1).best
+    for memory in (0.6e9, 0.8e9, 1e9, 1.5e9, 3e9, 80e9):
+        best = search(cluster(4, memory, node=2)).run(1).best
         steps.append(best[0].cost.step_s if best else math.inf)
     assert math.isfinite(steps[-1])
     assert steps == sorted(steps, reverse=True)
@@ -100,34 +101,39 @@ def test_more_memory_never_raises_the_predicted_time() -> None:
 
 
 def test_less_bandwidth_never_makes_tensor_more_attractive() -> None:
-    chosen, gains = [], []
-    for inside in (900e9, 300e9, 100e9, 30e9, 10e9):
-        of = search(cluster(8, inside=inside, between=1e9), shape=LLAMA_70B._replace(layers=4), batch=8)
-        chosen.append(of.run(1).best[0].candidate.mesh.tensor)
-        with_tensor = of.run(1, within=lambda core: core.tensor == 4).best[0].cost
-        gains.append(with_tensor.tensor_s)
+    """Against depth, where no copies are summed over the same link: those may need it more."""
+    chosen, ratios = [], []
+    for inside in (900e9, 300e9, 100e9, 30e9, 10e9, 3e9):
+        of = search(cluster(4, inside=inside), shape=LLAMA_70B._replace(layers=4), batch=8)
+        chosen.append(of.run(1, within=lambda core: core.data == 1).best[0].candidate.mesh.tensor)
+        wide, deep = (of.run(1, within=lambda core, n=n: core.tensor == n and core.data == 1).best[0] for n in (4, 1))
+        ratios.append(wide.cost.step_s / deep.cost.step_s)
     assert chosen == sorted(chosen, reverse=True)
-    assert gains == sorted(gains)
-    assert chosen[0] > 1, "tensor was never chosen, so nothing was looked at"
+    assert ratios == sorted(ratios)
+    assert chosen[0] > chosen[-1], "the link never decided, so nothing was looked at"
 
 
 def test_parts_of_a_plan_sum_to_its_step() -> None:
-    of = search(cluster(8, 1.6e9))
+    of = search(cluster(4, 0.8e9, node=2))
     for found in everything(of).values():
         assert sum(found.cost) == pytest.approx(found.cost.step_s)
         assert min(found.cost) >= -1e-9
 
 
 def test_a_bound_is_never_above_the_price() -> None:
-    of = search(cluster(8))
-    for core in of.cores()[::7]:
+    of = search(cluster(4))
+    for core in of.cores()[::5]:
         starts = of.starts(core)
-        cost = of.prices[core.tensor, False].price(of.fitted(core, Spread(core.data, 1, 3, False), starts)[0])
-        assert of.bound(core) <= cost.step_s * (1 + 1e-9)
+        cost = of.prices[core.tensor, core.sequence_parallel].price(
+            of.fitted(core, Spread(core.data, 1, 3, False), starts)[0]
+        )
+        each = Waiting(of.bound(core), 0, core)
+        for sharper in (each, of.cut(each), of.play(of.cut(each))):
+            assert each.bound_s <= sharper.bound_s <= cost.step_s * (1 + 1e-9)
 
 
 def test_offload_is_only_taken_where_nothing_fits_without() -> None:
-    roomy = search(cluster(8)).run(5)
+    roomy = search(cluster(4)).run(5)
     assert not any(found.candidate.cpu_offload for found in roomy.best)
 
 
@@ -159,10 +165,10 @@ def test_cuts_leave_each_stage_its_memory() -> None:
 
 def test_a_stage_that_is_too_full_gives_blocks_to_those_behind_it() -> None:
     of = search(cluster(2, 80e9, node=2), batch=16)
-    core = Core(2, 1, False, 1, 1, 16, "gpipe", 1, "none")
-    spread, starts = Spread(1, 1, 3, False), of.starts(core)
+    core = Core(2, 1, False, 1, 1, 16, "1f1b", 1, "none")
+    spread, starts = Spread(1, 1, 3, False), (0, 1)  # nearly all on the second rank
     free, memory = of.fitted(core, spread, starts)
-    of.usable_bytes = memory.total_bytes * 0.97
+    of.usable_bytes = memory.total_bytes * 0.9
     moved = of.fitted(core, spread, starts)
     assert moved is not None and moved[0].starts != free.starts
     assert moved[1].total_bytes <= of.usable_bytes

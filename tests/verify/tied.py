@@ -213,12 +213,12 @@ class Faults:
     def missing_key_value_sum(model):
         from shoal.parallel.tensor import part
 
-        def on_parts(func, args, kwargs, found, outcome, group):
-            enter = part.enter
+        def on_parts(*given):
+            enter, outcome = part.enter, given[-2]
             if outcome.how == "attention" and outcome.local:  # key-value heads that every rank has whole
-                part.enter = lambda tensor, group: tensor
+                part.enter = lambda tensor, *more: tensor
             try:
-                return right(func, args, kwargs, found, outcome, group)
+                return right(*given)
             finally:
                 part.enter = enter
 

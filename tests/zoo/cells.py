@@ -13,11 +13,11 @@ from tests.small_jobs import Rows, error, job, start
 from tests.zoo.families import FAMILIES, SAMPLES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from shoal.core.errors import ShoalError
 from shoal.engine.names import plain
 from shoal.plan.mesh import Mesh
+from shoal.verify.exact import Exactly
 
 LAYOUTS = (
     "shard=2", "tensor=2", "pipeline=2", "pipeline=2,tensor=2", "shard=2,tensor=2", "pipeline=2,replicate=2",
@@ -60,18 +60,6 @@ class Trained(NamedTuple):
     elements: int  # of this rank's parameters
 
 
-class Wide(TorchFunctionMode):
-    """What a model's own code casts to float32 (norms, softmax) becomes float64, in tracing and forward alike."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.get_default_dtype() is torch.float64:  # the engine sets it around the job's code
-            func = Tensor.double if func is Tensor.float else func
-            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-            kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-        return func(*args, **kwargs)
-
-
 def train(family: str, out: Path, **settings: Any) -> Trained | str:
     """This rank's run of three steps, or why the layout is refused. Collective.
 
@@ -97,7 +85,7 @@ def train(family: str, out: Path, **settings: Any) -> Trained | str:
 
 def trained(family: str, out: Path, **settings: Any) -> Trained | str:
     """The same with casts to float32 lifted. Collective."""
-    with Wide():
+    with Exactly(lift=True):
         return train(family, out, **settings)
 
 

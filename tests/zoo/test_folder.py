@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.harness import run_ranks
 from tests.small_jobs import Rows
-from tests.starting import SLACK_BYTES, bytes_of, compare, share_of, watched
+from tests.starting import SLACK_BYTES, compare, largest_weight, share_of, watched
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from shoal.engine.randomness import seed_all
@@ -27,12 +27,6 @@ class Short(load_class("examples/hf_llama.py")):
 def llama():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes, tie_word_embeddings=True)).bfloat16()
-
-
-def largest_part(model) -> int:
-    return max(
-        bytes_of(part.parameters()) for child in model.base_model.children() for part in child.children() or [child]
-    )
 
 
 def gpt2():
@@ -58,21 +52,21 @@ def test_a_folder_is_read_into_each_part_and_nothing_is_drawn(tmp_path, make, pa
     assert len(list(folder.glob("*.safetensors"))) > 1
     wanted = {name: tensor.detach().float() for name, tensor in made.named_parameters()}
     wanted |= {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_config(made.config).named_buffers()}
-    unit = largest_part(made.float())
+    weight = largest_weight(made.float())
 
     def body(rank):
         for mesh in meshes:
             run, most, draws = watched(Short(weights=str(folder), context=16), tmp_path / str(mesh), mesh=mesh)
             compare(run, wanted)
             if mesh is not None:
-                assert not draws and most <= share_of(run) + unit + SLACK_BYTES, mesh
+                assert not draws and most <= share_of(run) + weight + SLACK_BYTES, mesh
 
     run_ranks(body, 2, timeout_s=120)
 
 
 def test_random_weights_are_those_of_the_model_and_no_rank_builds_it_whole(tmp_path):
     made = Short(layers=3, width=32, heads=4, context=16)
-    unit = largest_part(made.model())
+    weight = largest_weight(made.model())
 
     def body(rank):
         seed_all(0)
@@ -81,6 +75,6 @@ def test_random_weights_are_those_of_the_model_and_no_rank_builds_it_whole(tmp_p
         for mesh in ("shard=2", "pipeline=2", "tensor=2"):
             run, most, _ = watched(made, tmp_path / mesh, mesh=mesh)
             compare(run, wanted)
-            assert most <= share_of(run) + unit + SLACK_BYTES, mesh
+            assert most <= share_of(run) + weight + SLACK_BYTES, mesh
 
     run_ranks(body, 2, timeout_s=120)

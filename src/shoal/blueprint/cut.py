@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.facts import Blueprint, inside
+from shoal.blueprint.facts import Blueprint
 from shoal.core.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 def places(blueprint: Blueprint, units: Sequence[str]) -> list[Place]:
     """Every unit that the traced forward came to, at its first call."""
-    unit_of = [next((u for u in units if inside(op.module, u)), None) for op in blueprint.operations]
+    unit_of = owners(blueprint, units)
     starts: dict[str, int] = {}
     for number, unit in enumerate(unit_of):
         if unit is not None and unit not in starts:
@@ -34,11 +34,20 @@ def places(blueprint: Blueprint, units: Sequence[str]) -> list[Place]:
     ]
 
 
+def owners(blueprint: Blueprint, units: Sequence[str]) -> list[str | None]:
+    """The unit that each operation of the forward lies in."""
+    known, found = set(units), {}
+    for module in {op.module for op in blueprint.operations}:
+        path = module
+        while path not in known and path:
+            path = path.rpartition(".")[0]
+        found[module] = path if path in known else None
+    return [found[op.module] for op in blueprint.operations]
+
+
 def carried_bytes(blueprint: Blueprint, at: int) -> int:
     """Bytes of the values that depend on parameters, are there before operation ``at``, and are read from it on."""
-    made = {value for op in blueprint.operations[:at] for value in op.gives}
-    read = {value for op in blueprint.operations[at:] for value in op.reads} | set(blueprint.outputs)
-    return sum(blueprint.values[value].bytes for value in made & read if blueprint.values[value].of_model)
+    return blueprint.carried_bytes[at]
 
 
 def cut(blueprint: Blueprint, units: Sequence[str], stages: int) -> tuple[str, ...]:

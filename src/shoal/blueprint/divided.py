@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
+from shoal.blueprint.positions import Positions, shared_positions
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split, local_shape
@@ -20,7 +21,7 @@ from shoal.blueprint.split import Refusal, Seen, Split, local_shape
 class Move(NamedTuple):
     """A collective of the tensor group. ``bytes``: of the whole buffer; ``of_input``: they grow with the samples."""
 
-    collective: Literal["all_reduce", "all_gather"]
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter"]
     phase: Literal["forward", "backward"]
     bytes: int
     of_input: bool
@@ -28,33 +29,38 @@ class Move(NamedTuple):
 
 class Local(NamedTuple):
     """An operation on one rank. ``taken``, ``given``: shapes of the tensors among its arguments, and of its results.
-    ``divided``: it works on parts. ``gathered``: values of which it makes a whole copy."""
+    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values that it copies whole."""
 
     taken: tuple[tuple[int, ...], ...]
     given: tuple[tuple[int, ...], ...]
     divided: bool
     moves: tuple[Move, ...]
     gathered: frozenset[int]
+    how: str = ""
 
 
 class Divided(NamedTuple):
-    """A rank's share of a blueprint: operations and then those of the loss; ``splits``: of values."""
+    """A rank's share of a blueprint: operations and then those of the loss; ``splits``: of values. ``gathered``: values
+    of which regions take a whole copy, which is what is kept."""
 
     operations: tuple[Local, ...]
     splits: dict[int, Split]
     degree: int
+    gathered: frozenset[int] = frozenset()
 
     def share(self, value: int) -> float:
         """Which part of a value this rank holds."""
-        return 1 / self.degree if value in self.splits else 1.0
+        return 1 / self.degree if value in self.splits and value not in self.gathered else 1.0
 
 
-def divided(blueprint: Blueprint, roles: Roles | None) -> Divided:
-    """Every operation as one rank runs it; without roles as one device does."""
+def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool = False) -> Divided:
+    """Every operation as one rank runs it; without roles as one device does. ``sequence_parallel``: between regions a
+    rank has its positions, wherever positions.py finds that they can be shared out."""
     if roles is None:
         every = [*blueprint.operations, *blueprint.loss]
         return Divided(tuple(_whole(blueprint, operation) for operation in every), {}, 1)
-    return _Replay(blueprint, roles).run()
+    shared = shared_positions(blueprint, roles).layers if sequence_parallel else {}
+    return _Replay(blueprint, roles, shared).run()
 
 
 def input_values(blueprint: Blueprint) -> frozenset[int]:
@@ -83,31 +89,34 @@ def _whole(blueprint: Blueprint, operation: Operation) -> Local:
 class _Replay:
     """The walk over the operations. ``entered``: the last whole value whose gradient is summed already."""
 
-    def __init__(self, blueprint: Blueprint, roles: Roles) -> None:
-        self.blueprint, self.degree = blueprint, roles.degree
+    def __init__(self, blueprint: Blueprint, roles: Roles, shared: dict[str, Positions]) -> None:
+        self.blueprint, self.degree, self.shared = blueprint, roles.degree, shared
+        self.positional: set[int] = set()
         self.of_input = input_values(blueprint)
         self.weights = {
             name: role.split for first, role in roles.role.items() for name in (first, *blueprint.parameter[first].ties)
         }
         self.splits: dict[int, Split] = {}
         self.entered: int | None = None
+        self.copied: set[int] = set()
         self.moves: list[Move] = []
         self.gathered: set[int] = set()
 
     def run(self) -> Divided:
         found = [self.operation(operation) for operation in self.blueprint.operations]
-        left = [value for value in self.blueprint.outputs if value in self.splits]
+        left = [value for value in self.blueprint.outputs if value in self.splits and not self.logits(value)]
+        self.moves, self.gathered = [], set()
         for value in left:
             self.gather(value)
         if left and found:
-            found[-1] = found[-1]._replace(
-                moves=(*found[-1].moves, *self.moves), gathered=found[-1].gathered | self.gathered
-            )
-        kept = dict(self.splits)
-        for value in left:
-            del self.splits[value]
+            moves, gathered = (*found[-1].moves, *self.moves), found[-1].gathered | self.gathered
+            found[-1] = found[-1]._replace(moves=moves, gathered=gathered)
         found += [self.operation(operation) for operation in self.blueprint.loss]
-        return Divided(tuple(found), kept, self.degree)
+        return Divided(tuple(found), self.splits, self.degree, frozenset(self.copied.union(left)))
+
+    def logits(self, value: int) -> bool:
+        """What is split along its last dimension leaves the model as it is: a loss need not gather it."""
+        return self.splits[value].dim == len(self.blueprint.values[value].shape) - 1
 
     def operation(self, operation: Operation) -> Local:
         self.moves, self.gathered = [], set()
@@ -122,19 +131,33 @@ class _Replay:
             for ref, split in zip(tensors, before, strict=True):
                 if split is not None:
                     self.gather(ref.of)
-        given = outcome.outputs if outcome else None
+        given: Any = outcome.outputs if outcome else None
+        positions = self.positions(operation, outcome)
+        if positions is not None:
+            given = positions
         each = given if isinstance(given, tuple) and not isinstance(given, Split) else (given,) * len(operation.gives)
         for value, split in zip(operation.gives, each, strict=True):
             if split is not None:
                 self.splits[value] = split
+                kept = (r.of for r, s, t in zip(tensors, before, targets, strict=True) if s is not None and s == t)
+                if positions is not None or self.positional.intersection(kept):
+                    self.positional.add(value)
         return Local(
             tuple(self.local(_shape(self.blueprint, ref), split) for ref, split in zip(tensors, targets, strict=True)),
             tuple(
                 self.local(self.blueprint.values[value].shape, split)
                 for value, split in zip(operation.gives, each, strict=True)
             ),
-            outcome is not None, tuple(self.moves), frozenset(self.gathered),
+            outcome is not None, tuple(self.moves), frozenset(self.gathered), outcome.how if outcome else "",
         )  # fmt: skip
+
+    def positions(self, operation: Operation, outcome: Outcome | None) -> Split | None:
+        """How the positions of a row layer's (or table's) output lie, where they are shared out."""
+        if outcome is None or not (outcome.partial or outcome.how == "heads"):
+            return None
+        names = (self.blueprint.parameter[name].name for name in operation.parameters)
+        found = next((self.shared[name] for name in names if name in self.shared), None)
+        return found.split(self.blueprint.values[operation.gives[0]].shape, self.degree) if found else None
 
     def local(self, shape: tuple[int, ...], split: Split | None) -> tuple[int, ...]:
         return local_shape(shape, split, self.degree, 0)  # the first rank has most
@@ -164,13 +187,28 @@ class _Replay:
             if outcome.how == "heads" and at > 2:
                 continue
             now = self.split(ref)
+            if now is not None and now != target and ref.of in self.positional:
+                self.enter_positions(ref.of)
+                continue
             if now is not None and now != target:
                 self.gather(ref.of)
             if now is None or now != target:
                 self.enter(ref)
-        if outcome.partial or outcome.how == "heads":
+        if self.positions(operation, outcome) is not None:
+            self.move("reduce_scatter", "forward", operation.gives[:1])
+            self.move("all_gather", "backward", operation.gives[:1])
+            self.entered = None
+        elif outcome.partial or outcome.how == "heads":
             self.move("all_reduce", "forward", operation.gives[:1])
             self.entered = None
+
+    def enter_positions(self, value: int | str) -> None:
+        """Positions become whole at the beginning of a region, once for readers in a row."""
+        if isinstance(value, int) and self.entered != value:
+            self.entered = value
+            self.copied.add(value)
+            self.move("all_gather", "forward", [value])
+            self.move("reduce_scatter", "backward", [value])
 
     def enter(self, ref: Ref) -> None:
         """A whole tensor that every rank uses differently: its gradient is summed, once for readers in a row."""

@@ -1,6 +1,6 @@
 """Where the positions of a sequence can be shared out between tensor regions, from the blueprint alone. No torch.
 
-What a row layer (or a divided token table) gives is a sum over the tensor ranks. Instead of the whole sum, each rank may
+What a row layer (or a divided token table) gives is a sum over the tensor ranks. Instead of the whole sum, a rank may
 keep its positions of it: residual additions, norms and dropout then work on these, until a column layer gathers them
 (Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4.2.2). The rules (rules.py) carry the positions through
 the whole model, as they will when it runs; where an operation cannot take them, this says which layers stay without.
@@ -106,7 +106,7 @@ class _Search:
         return found if length >= self.degree else f"{length} positions cannot be shared out among {self.degree}"
 
     def sequence(self, value: int) -> int | None:
-        """How long the sequences are in the rows of a matrix, from the shape that it takes on a few operations later."""
+        """How long the sequences in a matrix's rows are, from the shape that it takes on a few operations later."""
         rows, width = self.blueprint.values[value].shape
         near = [value]
         for _ in range(STEPS):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref
 from shoal.blueprint.rules import LOSSES, rule
-from shoal.blueprint.split import Refusal, Seen, Split, even, fits
+from shoal.blueprint.split import Refusal, Seen, Split, fits
 
 #: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
 LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1), "matmul": (0, 1, 2, 1), "mm": (0, 1, 2, 1)}
@@ -129,7 +129,7 @@ class Trial:
             raise self.failed(f"{where}: {refusal}", origin, self.packings(refusal, origin)) from None
         for tensor, target in zip(call.tensors, outcome.targets, strict=True):
             if tensor.split is not None and tensor.split != target:
-                raise self.failed(f"{where}: {tensor.split} meets {target}", self.uneven(operation) or origin)
+                raise self.failed(f"{where}: {tensor.split} meets {target}", origin)
         if outcome.partial or outcome.how in LOSSES:
             raise self.failed(f"{where}: a sum over the split dimension", origin)
         return outcome
@@ -141,11 +141,6 @@ class Trial:
                 return Seen(self.blueprint.values[value.of].shape, self.splits.get(value.of))
             return Seen(self.blueprint.parameter[value.of].shape, self.weights.get(value.of))
         return tuple(self.seen(part) for part in value) if isinstance(value, tuple) else value
-
-    def uneven(self, operation: Operation) -> frozenset[int]:
-        """The columns of an operation's arguments that are not evenly divided: they go before those that are."""
-        values = [value for value in operation.reads if value in self.splits]
-        return frozenset().union(*(self.origin[v] for v in values if not even(self.splits[v].parts, self.degree)))
 
     def packings(self, refusal: Refusal, origin: frozenset[int]) -> dict[int, list[Split]]:
         """Other packings for the one column that an operation refuses: blocks as they are, then other parts."""

@@ -161,16 +161,19 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if first is None else first._version
         result = func(*args, **kwargs)
         name = operation_name(func)
-        written = args[0] if args and isinstance(args[0], Tensor) and (result is args[0] or name == "setitem") else None
+        written = first if first is not None and first._version != version else None
+        written = written if result is written or name == "setitem" else None
         if name == "getitem" and isinstance(args[1], list):
             args = (args[0], (args[1],))  # as one index that is a list, not as one number for each dimension
         if written is None and not any(True for _ in tensors(result)):
             return result
         given = [written] if written is not None else list(tensors(result))
         if written is None and all(id(t) in self.numbers or id(t) in self.names for t in given):
-            return result  # handed through (contiguous of what is, to of the same dtype)
+            return result  # handed through (contiguous of what is, to of the same dtype, dropout of nothing)
         self.record(name, args, kwargs, given, written is not None)
         return result
 

@@ -37,6 +37,10 @@ def command(
     ] = None,
     scale_plot: Annotated[str | None, typer.Option(help="picture of --scale", metavar="FILE.html|FILE.svg")] = None,
     price: Annotated[float | None, typer.Option(help="of a device-hour: what a billion tokens cost")] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(help="picture of the best plan's step, or a trace for Perfetto", metavar="FILE.html|FILE.json"),
+    ] = None,
     trials: Annotated[
         int, typer.Option(help="run so many of the best plans here for a few steps, and rank anew", min=0)
     ] = 0,
@@ -46,7 +50,7 @@ def command(
     from shoal.core.errors import ShoalError
     from shoal.launch.planning import Extras, more, plan
 
-    extras = Extras(compare, scale, scale_plot, price, trials)
+    extras = Extras(compare, scale, scale_plot, price, timeline, trials)
     try:
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
@@ -64,4 +68,4 @@ def command(
         raise SystemExit(1) from None
     if as_json:
         print(json.dumps(planned.as_json()), flush=True)
-    raise SystemExit(not planned.best)
+    raise SystemExit(0 if planned.best else 1)

@@ -1,33 +1,31 @@
 """``shoal verify FILE [field=value ...] (--mesh | --plan | --world)``: does a layout compute what one device does?"""
 
-import inspect
 import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.flags import File, Json, Overrides, with_flags
 from shoal.cli.loading import loading
-from shoal.cli.train import flags_of
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
 #: Settings of the run that count here, with what is said of their defaults where it is not the run's own.
 FLAGS = {
-    "mesh": "", "plan": "", "schedule": "", "chunks": "", "sequence_parallel": "", "shard_level": "", "recompute": "", "cpu_offload": "",
+    "mesh": "", "plan": "", "schedule": "", "chunks": "", "sequence_parallel": "", "shard_level": "",
+    "recompute": "", "cpu_offload": "",
     "global_batch": "", "micro_batch": "", "clip": "", "precision": "fp64", "steps": "3", "seed": "",
 }  # fmt: skip
 
 
 def command(
-    file: Annotated[str, typer.Argument(help="Python file with a Job", metavar="FILE")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="fields of the job", metavar="[FIELD=VALUE ...]")
-    ] = None,
+    file: File,
+    overrides: Overrides = None,
     *,
     world: Annotated[
         int | None, typer.Option(help="every way to lay out so many ranks over pipeline, replicate, shard, tensor")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
+    as_json: Json = False,
     **flags: Any,
 ) -> None:
     """Run the command. Exit status: 0 where nothing is different or broken, else 1."""
@@ -50,9 +48,4 @@ def command(
     raise SystemExit(not report.ok)
 
 
-_signature = inspect.signature(command)
-_flags = flags_of(FLAGS)
-command.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # typer reads flags from the signature
-    parameters=[p for p in _signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD] + _flags
-)
-command.__annotations__.update({p.name: p.annotation for p in _flags})
+with_flags(command, FLAGS)

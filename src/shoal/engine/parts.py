@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shoal.blueprint.agreement import differences
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.positions import Shared, shared_positions
 from shoal.blueprint.roles import roles
@@ -73,9 +74,6 @@ def spread(
     recompute.apply(model, plan.recompute)
     elsewhere = frozenset(map(plain, pipelined.elsewhere)) if pipelined else frozenset[str]()
     sharded = shard(model, layout, elsewhere) if mesh.shard > 1 else None
-    if sharded is not None and plan.sequence_parallel:
-        for unit in sharded.units:
-            tensor.keep_parts(model.get_submodule(unit))
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     packed = _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}
     held = Held(mesh, layout.rank, packed, places)
@@ -121,7 +119,11 @@ def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tens
             f"tensor={degree} ({reasons}); set sequence_parallel = false"
         )
     layers = shared.layers if shared else {}
-    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), _told(shared) if shared else []
+    carried = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    notes = [f"tensor roles: {difference}" for difference in differences(found, carried)]
+    return tensor.apply(model, blueprint, found, layout.axes("tensor"), layers), notes + (
+        _told(shared) if shared else []
+    )
 
 
 def _told(shared: Shared) -> list[str]:

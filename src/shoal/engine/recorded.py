@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -177,7 +179,7 @@ def _scratch(place: Place) -> Tensor:
 
 def _mark(tensor: Tensor) -> Any:
     """A real tensor by its value."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(raw).hexdigest()
 
 
@@ -228,6 +230,8 @@ class _Recorder(TorchDispatchMode):
         def change(tensor: Tensor) -> Any:
             if isinstance(tensor, FakeTensor):
                 return self.place(tensor)
+            if tensor.layout != torch.strided:
+                self.refuse("its constructor uses tensors that are not dense")
             with _disable_current_modes():
                 return tensor.detach().clone()
 
@@ -323,16 +327,29 @@ def _is_generator(value: Any) -> bool:
 def _watched(recorder: _Recorder) -> Iterator[None]:
     """What no operation shows: seeds of its own and threads are refused, a draw that reads itself is one operation."""
 
-    def refusing(problem: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: recorder.refuse(problem)
+    own_thread = threading.get_ident()
 
-    places: Iterable[tuple[Any, str]] = (
-        (owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")
-    )
+    def refusing(real: Callable[..., Any], problem: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == own_thread:
+                recorder.refuse(problem)
+            return real(*args, **kwargs)
+
+        return call
+
+    refused: list[tuple[Any, str, str]] = [
+        (owner, name, "its constructor sets a seed of its own")
+        for owner in (torch, torch.random)
+        for name in ("manual_seed", "seed", "set_rng_state")
+    ]
+    refused.append((threading.Thread, "start", "its constructor works in threads"))
     with contextlib.ExitStack() as stack:
-        for owner, name in places:
-            stack.enter_context(mock.patch.object(owner, name, refusing("its constructor sets a seed of its own")))
-        stack.enter_context(mock.patch.object(threading.Thread, "start", refusing("its constructor works in threads")))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy looks at it
+        fakes_log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.enter_context(mock.patch.object(fakes_log, "disabled", True))  # what fails here is told by the run
+        for owner, name, problem in refused:
+            stack.enter_context(mock.patch.object(owner, name, refusing(getattr(owner, name), problem)))
         truncated = recorder.truncated(nn.init._no_grad_trunc_normal_)
         stack.enter_context(mock.patch.object(nn.init, "_no_grad_trunc_normal_", truncated))
         yield

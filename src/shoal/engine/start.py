@@ -63,10 +63,9 @@ class Start:
         offloaded = sharded is not None and sharded.settings.cpu_offload
         mine = {name: t for name, t in _named(model).items() if local(t).is_meta and name not in elsewhere}
         new: dict[int, Tensor] = {}
-        for tensor in mine.values():
-            if id(tensor) not in new:
-                place = "cpu" if offloaded and isinstance(tensor, DTensor) else device
-                new[id(tensor)] = _as(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
+        for tensor in {id(tensor): tensor for tensor in mine.values()}.values():
+            place = "cpu" if offloaded and isinstance(tensor, DTensor) else device
+            new[id(tensor)] = _as(tensor, torch.empty_like(tensor, device=place, requires_grad=False))
         replace(model, new, elsewhere)
         if sharded is not None:
             for unit in sharded.units.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from shoal.blueprint.stored import Sketch
@@ -16,11 +17,13 @@ from shoal.plan.plan import Plan
 from shoal.plan.profile import Profile
 from shoal.plan.search import USABLE, Found, Profiles, Search
 from shoal.plan.space import LEAST_TENSOR, Core, Question, Spread
-from shoal.plan.time import peak_flops
 from shoal.plan.untraced import states_alone
 
 #: Memory with which nothing binds, as a multiple of the device's.
 _ROOMY = 1000
+#: Of models with more operations tensor parallelism is looked at with sequence parallelism alone, where that works: it
+#: holds less, sends as much, and each way takes seconds to work out.
+MANY = 2000
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Planned:
 
     def __post_init__(self) -> None:
         whole = next(iter(self.search.profiles.values()))
-        peak = peak_flops(self.cluster.device, self.question.precision)
+        peak = self.cluster.device.flops_per_s[self.question.precision]  # priced already, so it is there
         self.work = Work(self.sketch.name, self.sketch.parameters, whole.tokens, whole.model_flops, peak)
 
     @property
@@ -72,10 +75,10 @@ class Planned:
         """What binds, why the runner-up lost, why the obvious choices are not the plan, what is not known."""
         told = []
         if self.best:
-            told.append(explain.binds(self.best[0], self.free, self.cluster))
-            if len(self.best) > 1:
-                told.append(f"Runner-up: {explain.lost(self.best[0], self.best[1])}.")
-            told += [explain.obvious(self.best[0], each, self.cluster) for each in self.tried]
+            fastest, *others = self.best
+            told.append(explain.binds(fastest, self.free, self.cluster))
+            told += [f"Runner-up: {explain.lost(fastest, other)}." for other in others[:1]]
+            told += [explain.obvious(fastest, each, self.cluster) for each in self.tried]
         else:
             told += self.changes
         told += [f"tensor={degree} is not possible: {why}." for degree, why in list(self.search.refused.items())[:1]]
@@ -133,14 +136,15 @@ def answer(
 ) -> Planned:
     """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one."""
     question = question_of(sketch, cluster, global_batch)
-    search = Search(profiles_of(sketch, cluster), cluster, question)
+    profiles = profiles_of(sketch, cluster)
+    search = Search(profiles, cluster, question)
     result = search.run(top, within=None if micro_batch is None else lambda core: core.micro_batch == micro_batch)
     if not result.best:
         return Planned(
             sketch, cluster, question, search, (), result.asked, result.priced, changes=_changes(sketch, search)
         )
     roomy = cluster.device.model_copy(update={"memory_bytes": cluster.device.memory_bytes * _ROOMY})
-    free = Search(profiles_of(sketch, cluster), cluster.model_copy(update={"device": roomy}), question).run(1)
+    free = Search(profiles, cluster.model_copy(update={"device": roomy}), question).run(1)
     return Planned(
         sketch, cluster, question, search, result.best, result.asked, result.priced,
         next(iter(free.best), None), _obvious(search, result.best[0]),
@@ -153,6 +157,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
     return Question(
         world=cluster.world, global_batch=global_batch or sketch.global_batch, precision=sketch.precision,
         states=States(weight=wide, gradient=wide, optimizer=sketch.optimizer_bytes),
+        thorough=len(sketch.blueprint.operations) < MANY,
         most_tensor=max(cluster.devices_per_node, LEAST_TENSOR) if sketch.blueprint.operations else 1,
     )  # fmt: skip
 
@@ -160,6 +165,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
 def profiles_of(sketch: Sketch, cluster: Cluster) -> Profiles:
     """Tensor degree -> profile, or why there is none."""
 
+    @cache
     def made(tensor: int, sequence_parallel: bool) -> Profile | str:
         if not sketch.blueprint.operations:
             return states_alone(sketch)

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from shoal.core.errors import ConfigError, LaunchError
 from shoal.launch.spawn import check_sendable, hidden_main, start_method
 from shoal.launch.watch import Beats, Watch, describe, overdue, process_state
-from shoal.launch.worker import done_path, error_path, stack_path, work
+from shoal.launch.worker import done_path, error_path, own_frames, stack_path, work
 from shoal.launch.world import World
 
 STOPPED = 75
@@ -254,7 +254,7 @@ class _Attempt:
         time.sleep(self.watch.stacks_s)
         stacks = []
         for rank in self._pids:
-            text = stack_path(self.folder, rank).read_text().rstrip()
+            text = own_frames(stack_path(self.folder, rank).read_text())
             stacks.append(f"rank {rank}'s stack:\n{text or '(none: the process does not answer)'}")
         said = describe(found, slots, states)
         short = said.splitlines()[0].removeprefix("error: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.blueprint.stored import Sketch
@@ -12,25 +13,27 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError
 from shoal.launch.answer import Planned, answer
 from shoal.launch.comparing import compared, cost_lines, scaled, trial_lines, tried
-from shoal.plan import scale
+from shoal.plan import scale, timeline
+from shoal.plan.explain import layout
 from shoal.plan.plan import Plan
 
 
 class Extras(NamedTuple):
-    """What else is asked of a plan: two plans' files, numbers of devices, a picture's file, a device-hour's price, how
-    many plans to run."""
+    """What else is asked of a plan: two plans' files, numbers of devices and their picture's file, a device-hour's
+    price, a step's picture's file, how many plans to run."""
 
     compare: tuple[str, str] | None = None
     scale: str | None = None
     scale_plot: str | None = None
     price: float | None = None
+    timeline: str | None = None
     trials: int = 0
 
 
 def plan(
     job: Any = None,
     *,
-    fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | Sequence[str] | None = None,
     blueprint: str | None = None,
     cluster: str | Cluster | None = None,
     world: int | None = None,
@@ -79,9 +82,26 @@ def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> lis
         told += ["", *_scale(planned, extras.scale, extras.scale_plot)]
     elif extras.scale_plot is not None:
         raise ConfigError(f"--scale-plot {extras.scale_plot} without --scale; add for example --scale 8,64,512")
+    if extras.timeline is not None and planned.best:
+        _timeline(planned, Path(extras.timeline))
     if extras.trials and planned.best:
         told += ["", *_trials(planned, extras.trials, file, fields)]
     return told
+
+
+def _timeline(planned: Planned, path: Path) -> None:
+    """The best plan's step, drawn or as a trace. Raises ConfigError."""
+    if path.suffix.lower() not in (".html", ".json"):
+        raise ConfigError(f"--timeline {path}: end the name in .html for a picture, or in .json for a trace")
+    best = planned.best[0].candidate
+    found = timeline.spans(planned.search.prices[best.mesh.tensor, best.sequence_parallel], best)
+    text = timeline.to_trace(found) if path.suffix.lower() == ".json" else timeline.to_html(found, layout(best))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
+        ) from None
 
 
 def _scale(planned: Planned, worlds: str, plot: str | None) -> list[str]:

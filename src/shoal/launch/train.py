@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class Entry:
     quiet: bool
     called: bool = False
     origins: dict[str, Any] | None = None
-    decision: Decision | None = None
+    decision: Decision | None = field(default=None, init=False)
 
     def take(self, decision: Decision) -> None:
         """The layout that was decided on; said where the run's own output goes."""

@@ -187,6 +187,7 @@ def describe(found: Overdue, slots: Sequence[Slot], states: Mapping[int, str]) -
     for slot in slots:
         state = states.get(slot.rank, "")
         note = f", stopped by a signal (state {state})" if state in ("T", "t") else ""
+        note = ", computing or in want of a processor (state R)" if state == "R" else note
         where = f"after step {slot.step}, in {slot.phase}" if slot.pid else "has not begun"
         lines.append(f"  rank {slot.rank}: {where}{note}")
     return "\n".join(lines)

@@ -91,6 +91,17 @@ def register_stacks(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=True)
 
 
+def own_frames(stacks: str) -> str:
+    """faulthandler's text (most recent call first) without what a forked rank has below it of its launcher's calls."""
+    kept, below = [], False
+    for line in stacks.rstrip().splitlines():
+        below = below and line.startswith("  File")
+        if not below:
+            kept.append(line)
+        below = below or (line.endswith(" in work") and f'"{__file__}"' in line)
+    return "\n".join(kept)
+
+
 def leave_error(path: Path, rank: int, error: BaseException) -> None:
     """Write the error, when it happened and whether its message alone is enough, atomically."""
     row: dict[str, Any] = {"rank": rank, "time_s": time.monotonic(), "plain": isinstance(error, ShoalError)}

@@ -3,50 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-
-
-class Attention(nn.Module):
-    """Causal self-attention with packed query, key and value projections; [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        if width % heads:
-            raise ConfigError(
-                f"{heads} heads were asked for with a width of {width}, which they do not divide; "
-                "change the width to a multiple of the heads"
-            )
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend to earlier positions; x: [B, T, D]."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Pre-norm attention, then a feed-forward layer of four times the width; [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.norm_feed = nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Both residual branches; x: [B, T, D]."""
-        x = x + self.drop(self.attention(self.norm_attention(x)))
-        return x + self.drop(self.feed(self.norm_feed(x)))
+from shoal.models.block import Block
 
 
 class GPT(nn.Module):
@@ -72,7 +32,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, dropout, causal=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._start(layers)

@@ -3,47 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-
-
-class Attention(nn.Module):
-    """Self-attention over all patches, projections packed; [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        if width % heads:
-            raise ConfigError(
-                f"{heads} heads were asked for with a width of {width}, which they do not divide; "
-                "change the width to a multiple of the heads"
-            )
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend to every patch; x: [B, T, D]."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """Pre-norm attention, then a feed-forward layer of four times the width; [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm_feed = nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Both residual branches; x: [B, T, D]."""
-        x = x + self.drop(self.attention(self.norm_attention(x)))
-        return x + self.drop(self.feed(self.norm_feed(x)))
+from shoal.models.block import Block
 
 
 class ViT(nn.Module):
@@ -72,7 +35,7 @@ class ViT(nn.Module):
         self.embed = nn.Linear(patch * patch, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2 + 1, width))
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, 0.0, causal=False) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 

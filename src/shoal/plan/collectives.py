@@ -67,12 +67,13 @@ class Span(NamedTuple):
         """Of the whole group."""
         return self.inside * self.across
 
-    def seconds(self, collective: str, nbytes: float) -> float:
+    def seconds(self, collective: str, nbytes: float, copies: int = 1) -> float:
         """Seconds of one collective in the group.
 
         Where it spans both levels, one ring or tree goes through all ranks: every step of a ring waits for its slowest
         hop, which is between nodes, and the slower of a device's own link and its node's cards (one part of them for
-        each device) sets the rate.
+        each device) sets the rate. In an all-to-all a row that goes to ``copies`` ranks goes once to each node, as
+        DeepEP sends (https://github.com/deepseek-ai/DeepEP), and is handed on there.
         """
         if self.ranks == 1:
             return 0.0
@@ -83,8 +84,8 @@ class Span(NamedTuple):
             return seconds(collective, self.ranks, nbytes, far)
         near, wide = _needed(self.near, "inside"), far.bytes_per_s * far.share
         if collective == "all_to_all":
-            away = nbytes * (self.ranks - self.inside) / self.ranks
-            inside = seconds(collective, self.inside, nbytes * self.inside / self.ranks, near)
+            away = nbytes / copies * (self.across - 1) * (1 - (1 - 1 / self.across) ** copies)
+            inside = seconds(collective, self.inside, nbytes, near)
             return max(far.base_s + (self.across - 1) * far.latency_s + away / wide, inside)
         rate = min(near.bytes_per_s * near.share, self.inside * wide)
         ring = _ROUNDS[collective] * ((self.ranks - 1) * far.latency_s + nbytes * (1 - 1 / self.ranks) / rate)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.cut import carried_bytes, places
+from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
+from shoal.blueprint.kernels import on
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
@@ -34,13 +35,15 @@ def profile(
 ) -> Profile:
     """The profile of a model over ``tensor`` ranks. ``units``: paths of its units (pipeline/units.py).
 
-    ``precision`` must be the one that the blueprint was traced in. Raises ConfigError where no weight can be divided.
+    ``precision`` must be the one that the blueprint was traced in; ``kernels``: whose kept bytes to count
+    (blueprint/kernels.py). Raises ConfigError where no weight can be divided.
     """
     found = roles(blueprint, tensor) if tensor > 1 else None
     if found is not None and not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
-    made = _Maker(blueprint, units, found)
+    blueprint = on(kernels, blueprint)
+    made = _Maker(blueprint, units, found, sequence_parallel)
     blocks = made.blocks()
     flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
     return Profile(
@@ -81,10 +84,12 @@ class _Span(NamedTuple):
 class _Maker:
     """What is known while a profile is made."""
 
-    def __init__(self, blueprint: Blueprint, units: Sequence[str], found: Roles | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
+    ) -> None:
         self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
-        self.local: Divided = divided(blueprint, found)
+        self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.of_input = input_values(blueprint)
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -92,10 +97,10 @@ class _Maker:
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
         paths = [place.unit for place in places(self.blueprint, units)] or [""]
-        starts: list[int] = []
-        for path in paths:
-            inner = (n for n, op in enumerate(self.blueprint.operations) if inside(op.module, path))
-            starts.append(next(inner))
+        first: dict[str | None, int] = {}
+        for number, path in enumerate(owners(self.blueprint, paths)):
+            first.setdefault(path, number)
+        starts = [first[path] for path in paths]
         ends = [*starts[1:], len(self.operations)]
         starts[0] = 0
         return [_Span(path, begin, end) for path, begin, end in zip(paths, starts, ends, strict=True)]
@@ -115,6 +120,8 @@ class _Maker:
         share, grows = self.share(of), isinstance(of, int) and of in self.of_input
         if of is None and operation < len(self.operations):
             share, grows = self.like(operation, numel, backward)
+            if self.local.operations[operation].how == "cross_entropy" and not backward and share < 1:
+                share *= 2  # over parts of the classes their exponentials are kept beside the logarithms
         return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
 
     def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:

@@ -9,6 +9,7 @@ replicated, FSDP2's gathered units and reduce-scatter inputs where they are shar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from shoal.cluster.facts import Device
@@ -106,13 +107,13 @@ class _Stage:
     def live(self, moment: Moment, outside: bool) -> float:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
 
-    @property
+    @cached_property
     def between(self) -> float:
         """Bytes of gradients that wait for the second half of a micro-batch's backward."""
         waiting = sum(held.between for held in self.holdings.values()) * self.samples
         return waiting - self.leaving  # the last of them lies in the buffer that it came in
 
-    @property
+    @cached_property
     def after_weights(self) -> float:
         """Kept bytes of what comes after the last operation with weights (the loss), which the first half frees."""
         ops = [op for block in self.blocks.values() for op in block.ops]
@@ -184,6 +185,7 @@ class _Rank:
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
         self._fullest: dict[tuple[int, bool, bool, bool], _Live] = {}
+        self._halves: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def actions(self) -> list[Action]:
         """The step's, in order."""
@@ -211,13 +213,12 @@ class _Rank:
         sent = 0.0
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
-            others = sum(kept for other, kept in begun.items() if other != key) + sent + sum(apart.values())
+            others = sum(begun.values()) - begun.get(key, 0.0) + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
                 yield self.fullest(stage, others, action.kind == "F", action.micro)
             elif not stage.first:
-                held = self.model.moment(stage.numbers.start, False, action.micro)
-                yield _Live("backward", others + begun[key] + stage.half(action.kind == "I"), 0.0, held)
+                yield self.half(stage, others + begun[key], action.kind == "I", action.micro)
             if action.kind == "F":
                 begun[key] = stage.kept - (stage.leaving - stage.sends)
             elif action.kind == "I" and not stage.first:
@@ -231,6 +232,14 @@ class _Rank:
                 apart[action.stage] = 0.0
             if action.kind == "B" or (action.kind == "I" and not stage.first):
                 sent += stage.returns
+
+    def half(self, stage: _Stage, others: float, first: bool, micro: int) -> _Live:
+        """Half a stage's backward, worked out once as well."""
+        key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
+        if key not in self._halves:
+            held = self.model.moment(stage.numbers.start, False, micro)
+            self._halves[key] = _Live("backward", stage.half(first), 0.0, held)
+        return self._halves[key]._replace(activations=self._halves[key].activations + others)
 
     def fullest(self, stage: _Stage, others: float, forward: bool, micro: int) -> _Live:
         """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""

@@ -43,12 +43,14 @@ class Op(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass."""
+    """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass.
+    ``copies``: of each row, to as many ranks (experts per token): a node needs one of them."""
 
     axis: ActivationAxis
     collective: str
     phase: Literal["forward", "backward"]
     bytes: float
+    copies: int = 1
 
 
 class Weight(NamedTuple):
@@ -100,7 +102,9 @@ class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
     way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
-    of the model's buffers in it. ``holding``: None where only the operations' kept bytes are known.
+    of the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
+    cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
+    bytes are known.
     """
 
     path: str
@@ -113,6 +117,7 @@ class Block(NamedTuple):
     input_bytes: float
     buffer_bytes: float = 0
     holding: Holding | None = None
+    waits: float = 0
 
 
 class Profile(Settings):

@@ -67,9 +67,10 @@ def breaks(points: Sequence[Point]) -> str:
     }
     worst = max(more, key=lambda name: more[name])
     share = getattr(low.found.cost, worst) / low.found.cost.step_s
+    name = PARTS[worst] if worst != "compute_s" else "compute (small micro-batches use less of a device)"
     return (
         f"Scaling breaks at {low.world:,} devices, where each does {efficiency(points, low):.0%} of what it does among "
-        f"{first.world:,}: {PARTS[worst]} grew most, to {seconds(getattr(low.found.cost, worst))} ({share:.0%}) of "
+        f"{first.world:,}: {name} grew most, to {seconds(getattr(low.found.cost, worst))} ({share:.0%}) of "
         f"a step of {seconds(low.found.cost.step_s)}."
     )
 

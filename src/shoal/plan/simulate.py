@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Seconds of a whole step, each rank's busy seconds, its time between first and last action, and its chunks in flight at most."""
+    """Seconds of a whole step, each rank's busy seconds, and the most chunks that it holds activations of."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -131,7 +131,7 @@ def closed_form(
     is (P - 1)(F + B) of a chunk, with split backwards (P - 1)(F + I - W)), and 2 (P - 1) / P sends per micro-batch.
     """
     work, fill = [0.0] * pipeline, [0.0] * pipeline
-    split = schedule in ("interleaved-zero-bubble", "zbv")
+    split = schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
     for stage, time in enumerate(times):
         rank = stage_rank(schedule, stage, pipeline, chunks)
         work[rank] += time.forward + time.backward

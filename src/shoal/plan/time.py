@@ -1,7 +1,6 @@
 """Seconds of a step: compute by operation, what hides behind it, the pipeline's waits, the optimizer.
 
-A product takes the longest of its arithmetic, its memory traffic and its start (roofline, Williams et al. 2009,
-https://doi.org/10.1145/1498765.1498785). Collectives: collectives.py. Pipelines: simulate.py. What overlaps with what:
+Single operations: rates.py. Collectives: collectives.py. Pipelines: simulate.py. What overlaps with what:
 docs/planning.md, section Time.
 """
 
@@ -12,16 +11,22 @@ from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from shoal.cluster.facts import Cluster, Device
+from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.profile import Block, Op, Profile
+from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
-from shoal.plan.simulate import StageTime, closed_form, play
+from shoal.plan.rates import op_seconds, stream_seconds
+from shoal.plan.simulate import Event, StageTime, closed_form, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+#: Spread of a device's time for a step over its mean: fitted to MPT on 8 to 512 and InternLM on 8 to 1,024 devices
+#: (0.035 to 0.047). Rates of devices are those of the slowest in a node of 8, on which they were fitted.
+JITTER, NODE = 0.04, 8
 
 
 class Pass(NamedTuple):
@@ -71,12 +76,17 @@ class Prices:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         """``profile``: one rank's share of the model for one tensor, context and expert degree."""
         self.profile, self.cluster = profile, cluster
-        names_ = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
-        self._peaks = {name: peak_flops(cluster.device, name) for name in names_}
+        used = {op.precision or profile.precision for block in profile.blocks for op in block.ops}
+        if missing := sorted(used - cluster.device.flops_per_s.keys()):
+            known = list(cluster.device.flops_per_s)
+            raise ConfigError(
+                f"{cluster.device.name} has no peak in {', '.join(missing)}, in which the model computes; "
+                f"{nearest(missing[0], known)}; choose another precision or add device.flops_per_s.{missing[0]}"
+            )
         names = list(dict.fromkeys(block.kind for block in profile.blocks))
         self._kind = [names.index(block.kind) for block in profile.blocks]
         self._sample = [profile.blocks[self._kind.index(kind)] for kind in range(len(names))]
-        self._passes: dict[tuple, list[Work]] = {}
+        self._passes: dict[tuple, Work] = {}
         self._parts: dict[tuple, Part] = {}
         self._spans: dict[tuple, Span] = {}
         self._plays: dict[tuple, float] = {}
@@ -105,7 +115,7 @@ class Prices:
             replicate_s=replicate,
             bubble_s=makespan - micro * total.total - sent,
             optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
-            rest_s=micro * total.launch,
+            rest_s=micro * total.launch + straggling(candidate.world) * makespan,
         )
 
     def stages(self, candidate: Candidate) -> list[Work]:
@@ -144,9 +154,7 @@ class Prices:
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
-        seconds = [
-            op_seconds(op, micro, device, self._peaks[op.precision or self.profile.precision]) for op in block.ops
-        ]
+        seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         host = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
@@ -159,31 +167,32 @@ class Prices:
         backward += again * forward
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
             backward += self._accumulated(block, candidate)
+        waits = block.waits * device.launch_s
         return Work(
-            Pass(forward, max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, max(0.0, host * (1 + again) - backward - sum(back)), *back),
+            Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
+            Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
         )
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
         nbytes = 2 * candidate.states.gradient * sum(weight.numel for weight in block.weights)
-        return nbytes / (self.cluster.device.memory_bytes_per_s * self.cluster.device.memory_share)
+        return stream_seconds(self.cluster.device, nbytes)
 
     def _traffic(self, block: Block, candidate: Candidate, phase: str) -> tuple[float, float, float]:
         found = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
         for traffic in block.traffic:
             if traffic.phase == phase:
                 where = self._span(traffic.axis, candidate)
-                found[traffic.axis] += where.seconds(traffic.collective, traffic.bytes * candidate.micro_batch)
+                nbytes = traffic.bytes * candidate.micro_batch
+                found[traffic.axis] += where.seconds(traffic.collective, nbytes, traffic.copies)
         return found["tensor"], found["context"], found["expert"]
 
     def _span(self, axis: str, candidate: Candidate) -> Span:
         mesh = candidate.mesh
         key = (axis, mesh.tensor, mesh.context, mesh.shard, mesh.replicate, mesh.pipeline, candidate.expert)
         if key not in self._spans:
-            inner = mesh.tensor * mesh.context
             self._spans[key] = (
-                span(self.cluster, inner, candidate.expert) if axis == "expert" else over(self.cluster, axis, mesh)
+                span(self.cluster, 1, candidate.expert) if axis == "expert" else over(self.cluster, axis, mesh)
             )
         return self._spans[key]
 
@@ -192,34 +201,40 @@ class Prices:
         works = self.stages(candidate)
         if candidate.mesh.pipeline == 1:
             return candidate.accumulation * sum(work.total for work in works)
-        return self._played(candidate, works, True)
+        return self._lasts(*self._pipeline(candidate, works))
 
     def _makespan(self, candidate: Candidate, works: list[Work], exact: bool) -> tuple[float, float]:
         """Seconds from the first forward to the last backward, and of them what sending between stages adds."""
+        shape, times = self._pipeline(candidate, works)
         if not exact:
-            return closed_form(*self._shape(candidate), self._times(candidate, works, True))
-        whole = self._played(candidate, works, True)
-        return whole, whole - self._played(candidate, works, False)
+            return closed_form(*shape, times)
+        whole = self._lasts(shape, times)
+        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in times])
 
-    def _played(self, candidate: Candidate, works: list[Work], sends: bool) -> float:
-        key = (*self._shape(candidate), tuple(self._times(candidate, works, sends)))
+    def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
+        key = (*shape, tuple(times))
         if key not in self._plays:  # the same for every way to hold the weights
-            self._plays[key] = play(*key).makespan
+            self._plays[key] = play(*shape, times).makespan
         return self._plays[key]
 
-    def _shape(self, candidate: Candidate) -> tuple[str, int, int, int]:
-        if candidate.schedule is None:
-            raise ConfigError(f"pipeline={candidate.mesh.pipeline} and no schedule; name one, for example 1f1b")
-        return candidate.schedule, candidate.mesh.pipeline, candidate.chunks, candidate.accumulation
-
-    def _times(self, candidate: Candidate, works: list[Work], sends: bool) -> list[StageTime]:
+    def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:
+        """The schedule's numbers and each stage's times."""
+        pipeline = candidate.mesh.pipeline
+        if candidate.schedule is None and pipeline > 1:
+            raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
         where, blocks = self._span("pipeline", candidate), self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
-        seconds = [*(where.seconds("p2p", nbytes) * sends for nbytes in sizes), 0.0]
-        return [
+        sends = [*(where.seconds("p2p", nbytes) for nbytes in sizes), 0.0]
+        times = [
             StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
-            for work, send in zip(works, seconds, strict=True)
+            for work, send in zip(works, sends, strict=True)
         ]
+        return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
+
+    def played(self, candidate: Candidate) -> tuple[Event, ...]:
+        """What each pipeline rank does when, from the first forward to the last backward."""
+        shape, times = self._pipeline(candidate, self.stages(candidate))
+        return play(*shape, times).events
 
     def _gradients(
         self, candidate: Candidate, stages: list[Part], works: list[Work], mine: list[int]
@@ -233,7 +248,8 @@ class Prices:
         numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
         backward = sum(works[stage].backward.total for stage in mine)
         forward = sum(works[stage].forward.total for stage in mine)
-        bucket = min(numel * states.sent, candidate.bucket_bytes)
+        unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
+        bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
@@ -280,7 +296,13 @@ class Prices:
         nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
         if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
             return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
-        return nbytes / (device.memory_bytes_per_s * device.memory_share)
+        return nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
+
+
+def straggling(world: int) -> float:
+    """What waiting for the slowest of ``world`` devices adds, as a share of the time of the slowest of ``NODE``: the
+    greatest of n normal variables lies about sigma sqrt(2 ln n) above their mean."""
+    return JITTER * max(0.0, math.sqrt(2 * math.log(world)) - math.sqrt(2 * math.log(NODE)))
 
 
 def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
@@ -296,26 +318,3 @@ def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0
         return sending
     hidden = min(max(0.0, sending - tail), computing)
     return sending - hidden + hidden * (slowdown - 1)
-
-
-def peak_flops(device: Device, precision: str) -> float:
-    """The device's peak in a precision. Raises ConfigError where it has none."""
-    if precision not in device.flops_per_s:
-        known = list(device.flops_per_s)
-        raise ConfigError(f"{device.name} has no peak in {precision!r}; {nearest(precision, known)}")
-    return device.flops_per_s[precision]
-
-
-def op_seconds(op: Op, micro_batch: float, device: Device, peak: float) -> tuple[float, float]:
-    """Seconds of forward and backward for ``micro_batch`` samples."""
-    moved = (op.moved_bytes * micro_batch + op.fixed_bytes) / (device.memory_bytes_per_s * device.memory_share)
-    if op.kind == "memory":
-        return moved, moved * op.backward
-    share = device.attention_share
-    if op.kind == "matmul":
-        half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
-        share = device.matmul_share * math.prod(
-            size / (size + half) for size in (op.m * micro_batch, op.k, op.n) if size + half
-        )
-    arithmetic = op.flops * micro_batch / (peak * share)
-    return max(arithmetic, moved), max(arithmetic, moved) * op.backward

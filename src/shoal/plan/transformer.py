@@ -1,397 +1,293 @@
 """A transformer's profile from its shape alone: for published rows, and as a cross-check of the traced one.
 
-Per token and block, with h hidden, f feed-forward width, a heads of d, g key-value heads, t tensor degree: forward FLOPs
-2 (h (a + 2 g) d + a d h + 3 h f) + 4 s a d, bytes kept for backward as in Korthikanti et al.,
-https://arxiv.org/abs/2205.05198, without the attention matrix where attention is fused.
+Per token and layer, with h hidden, f feed-forward width, a heads of d, g key-value heads, s positions: forward FLOPs
+2 (2 h (a + g) d + 3 h f) + 4 s a d, halved in attention where the causal mask's hidden half is left out. Bytes kept for
+backward: Korthikanti et al., https://arxiv.org/abs/2205.05198, without the attention matrix where attention is fused.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
+from shoal.plan.shapes import Experts, Shape, Software, Split
 
-#: Bytes of an activation by precision; products in fp8 keep their inputs in one byte, all else stays in two.
+WHOLE, FUSED = Split(), Software()
+#: Bytes of an activation by precision; in fp8 and fp4 only products' inputs are kept in one byte.
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
-
-
-class Experts(NamedTuple):
-    """Feed-forward by experts: ``count`` of width ``ffn``, ``active`` per token, ``shared`` width for every token."""
-
-    count: int
-    active: int
-    ffn: int
-    shared: int = 0
-    dense_layers: int = 0
-    dense_ffn: int = 0
-
-
-class Latent(NamedTuple):
-    """Multi-head latent attention, https://arxiv.org/abs/2405.04434: ranks of the query's and the keys' products."""
-
-    query_rank: int
-    key_rank: int
-    rope_dim: int
-    value_dim: int
-
-
-class Shape(NamedTuple):
-    """A transformer. ``head_dim`` 0: hidden / heads. ``norm``: rms or layer. ``gated``: three feed-forward products."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    head_dim: int = 0
-    gated: bool = True
-    norm: str = "rms"
-    tied: bool = False
-    learned_positions: int = 0
-    biases: bool = False
-    experts: Experts | None = None
-    latent: Latent | None = None
-
-    @property
-    def head(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.hidden // self.heads
-
-
-class Software(NamedTuple):
-    """What a framework's kernels do. ``flash``: attention keeps no scores; ``skips``: nor computes those that the
-    causal mask hides. ``norm``, ``activation``, ``residual``: tensors of (tokens, width) that their kernels read and
-    write in a forward; each ``_kept``: those kept for backward. ``loss_bytes``: moved per logit, forward and backward.
-    ``kernels``: started per block in a forward.
-    """
-
-    flash: bool = True
-    skips: bool = True
-    norm: float = 2
-    norm_kept: float = 1
-    activation: float = 3
-    activation_kept: float = 2
-    residual: float = 3
-    dropout: bool = False
-    loss_bytes: float = 16
-    scores: float = 6
-    casts: float = 2
-    grouped: float = 0.5
-    expert_kernels: float = 300
-    kernels: float = 16
+#: Names of blocks by their mixers.
+KINDS = {"*-": "dense", "*E": "experts", "M": "mamba", "E": "experts", "*": "attention", "-": "feed-forward"}
 
 
 def profile(
-    shape: Shape,
-    tokens: int,
-    *,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
-    expert: int = 1,
-    precision: str = "bf16",
-    software: Software = Software(),
+    shape: Shape, tokens: int, split: Split = WHOLE, precision: str = "bf16", software: Software = FUSED
 ) -> Profile:
-    """One rank's share of ``shape`` on samples of ``tokens`` positions."""
-    part = _Part(shape, tokens, tensor, sequence_parallel, context, expert, precision, software)
-    layers = [part.layer(dense=_dense(shape, index), index=index) for index in range(shape.layers)]
-    flops = 2.0 * sum(op.flops for op in _Part(shape, tokens, 1, False, 1, 1, precision, software).products())
+    """One rank's share of ``shape`` on samples of ``tokens`` positions: embedding, layers, head with the loss."""
+    part = Share(shape, tokens, split, precision, software)
+    kinds = {}
+    for layer in range(shape.layers):
+        key = (shape.mixers(layer), layer % 2 if shape.window else 0)
+        if key not in kinds:
+            kinds[key] = part.layer(*key)
+    layers = [
+        kinds[shape.mixers(n), n % 2 if shape.window else 0]._replace(path=f"layers.{n}") for n in range(shape.layers)
+    ]
+    named = [
+        block._replace(weights=tuple(w._replace(name=f"{block.path}.{w.name}") for w in block.weights))
+        for block in layers
+    ]
     return Profile(
         name=shape.name,
         tokens=tokens,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        context=context,
-        expert=expert,
+        tensor=split.tensor,
+        sequence_parallel=split.sequence_parallel,
+        context=split.context,
+        expert=split.expert,
         precision=precision,
         kernels="cuda-flash" if software.flash else "cuda-math",
-        blocks=(part.embedding(), *layers, part.last()),
-        model_flops=flops / 2,
+        blocks=(part.embedding(), *named, part.last()),
+        model_flops=model_flops(shape, tokens),
     )
 
 
-def _dense(shape: Shape, index: int) -> bool:
-    return shape.experts is None or index < shape.experts.dense_layers
+def model_flops(shape: Shape, tokens: int, attention: float = 1.0) -> float:
+    """Of a forward of one sample; ``attention``: the part of it that counts (0.5: causal half)."""
+    part = Share(shape, tokens, WHOLE, "bf16", Software(skips=False, grouped=1.0))
+    ops = [op for n in range(shape.layers) for op in part.layer(shape.mixers(n), n % 2).ops]
+    ops += part.last().ops
+    return sum(op.flops * (attention if op.kind == "attention" else 1.0) for op in ops)
 
 
-class _Part:
+class Share:
     """One rank's share: widths after tensor, positions after context and sequence parallelism."""
 
-    def __init__(self, shape, tokens, tensor, sequence_parallel, context, expert, precision, software) -> None:
-        self.shape, self.t, self.cp, self.ep, self.software = shape, tensor, context, expert, software
-        self.tokens = tokens / context
-        self.precision = precision
-        self.wide = "bf16" if precision in ("fp8", "fp4") else ""  # attention, router and head stay in bf16
-        self.length = tokens
-        self.outside = self.tokens / tensor if sequence_parallel and tensor > 1 else self.tokens
-        self.sp = sequence_parallel and tensor > 1
+    def __init__(self, shape: Shape, tokens: int, split: Split, precision: str, software: Software) -> None:
+        """As ``profile``."""
+        self.shape, self.split, self.software, self.length = shape, split, software, tokens
+        self.t = split.tensor
+        self.tokens = tokens / split.context
+        self.sp = split.sequence_parallel and self.t > 1
+        self.outside = self.tokens / self.t if self.sp else self.tokens
         self.width = WIDTHS[precision]
-        self.causal = 0.5 if software.flash and software.skips else 1.0
-        self.launches = software.kernels / 50  # of embedding and head, which hold few kernels
+        self.narrow = precision in ("fp8", "fp4")
+        self.wide = "bf16" if self.narrow else ""  # attention, router and head stay in bf16
+        self.h = shape.hidden
+        self.products = 3 if shape.gated else 2
 
-    def product(self, name: str, k: float, n: float, *, tokens: float | None = None, kept: float | None = None) -> Op:
-        """A (tokens, k) x (k, n) product; it keeps its input for the weight's gradient unless told otherwise."""
-        m = self.tokens if tokens is None else tokens
-        kept = m * k * self.width if kept is None else kept
-        moved = m * (k + n) * self.width
-        return Op(name, "matmul", m, k, n, 2.0 * m * k * n, moved, k * n * self.width, kept, 2.0, self.launches)
-
-    def memory(self, name: str, elements: float, passes: float, kept: float = 0.0, launches: float = 1.0) -> Op:
-        """An element-wise kernel that reads and writes ``passes`` x ``elements``."""
-        moved = elements * passes * self.width
-        return Op(name, "memory", 0, 0, 0, 0.0, moved, 0.0, kept, 1.5, launches * self.launches)
-
-    def norm(self, name: str) -> Op:
-        elements, software = self.outside * self.shape.hidden, self.software
-        return self.memory(name, elements, software.norm, elements * self.width * software.norm_kept)
-
-    def cast(self, ops: list[Op]) -> list[Op]:
-        """With what casting a product's operands to fp8 or fp4 moves."""
-        if self.precision not in ("fp8", "fp4"):
-            return ops
-        moved = sum(op.moved_bytes for op in ops if op.kind == "matmul" and not op.precision) * self.software.casts / 2
-        return [*ops, Op("casts", "memory", 0, 0, 0, 0.0, moved, 0.0, 0.0, 1.0, 1)]
-
-    def layer(self, dense: bool, index: int) -> Block:
-        """A repeated block: attention, then feed-forward."""
-        shape, width = self.shape, self.width
-        ops = self.cast([*self.attention(), *(self.feed_forward(self._ffn(dense)) if dense else self.expert_ffn())])
-        kernels = self.software.kernels + (0 if dense else self.software.expert_kernels)
-        carried = self.tokens * shape.hidden * width / (self.t if self.sp else 1)
-        path = f"layers.{index}"
+    def layer(self, mixers: str, odd: int = 0) -> Block:
+        """A repeated block of the mixers named as in ``Shape.pattern``; ``odd``: its attention sees a window."""
+        ops: list[Op] = []
+        weights: list[Weight] = []
+        traffic: list[Traffic] = []
+        software = self.software
+        for mixer in mixers:
+            made = {"*": self.attention, "-": self.dense, "E": self.experts, "M": self.mamba}[mixer]
+            mine = self.attention(self.shape.window if odd else 0) if mixer == "*" else made()
+            ops += [self.norm(), *mine[0], self.residual()]
+            weights += [*mine[1], self.weight(f"norm{mixer}", self.h, 1, self.t)]
+            traffic += self.exchange() if mixer != "E" or self._experts.shared else ()
+            traffic += self.dispatch() if mixer == "E" else ()
+            traffic += self.keys() if mixer == "*" else ()
+        ops = self.cast(ops)
+        host = software.kernels * len(mixers) / 2
+        carried = self.outside * self.h * self.width
         return Block(
-            path=path,
-            kind="dense" if dense else "experts",
+            path="layers",
+            kind=KINDS[mixers] + ("-window" if odd and "*" in mixers else ""),
             repeated=True,
-            ops=tuple(op._replace(launches=kernels / len(ops)) for op in ops),
-            traffic=self.traffic(dense),
-            weights=self.weights(path, dense),
+            ops=tuple(op._replace(launches=host / len(ops)) for op in ops),
+            traffic=tuple(traffic),
+            weights=tuple(weights),
             carried_bytes=carried,
             input_bytes=carried,
+            waits=software.expert_kernels if "E" in mixers else 0.0,
         )
 
-    def _ffn(self, dense: bool) -> int:
-        experts = self.shape.experts
-        return experts.dense_ffn or experts.ffn if dense and experts else self.shape.ffn
+    def product(self, name: str, k: float, n: float, kept: bool = True, tokens: float | None = None) -> Op:
+        """A (tokens, k) x (k, n) product. It keeps its input; one that sequence parallelism gathers, as its share."""
+        m = self.tokens if tokens is None else tokens
+        rows = self.outside if k == self.h and tokens is None and self.software.regathers else m
+        bytes_kept = rows * k * (1 if self.narrow else self.width) if kept else 0.0
+        moved, fixed = m * (k + n) * self.width, k * n * self.width
+        return Op(name, "matmul", m, k, n, 2.0 * m * k * n, moved, fixed, bytes_kept, 2.0, 1.0)
 
-    def attention(self) -> list[Op]:
-        shape, t, w = self.shape, self.t, self.width
+    def memory(self, name: str, elements: float, passes: float, kept: float = 0.0) -> Op:
+        """Element-wise kernels that read and write ``passes`` x ``elements``, and half as much again in backward."""
+        return Op(name, "memory", 0, 0, 0, 0.0, elements * passes * self.width, 0.0, kept, 1.5, 1.0)
+
+    def norm(self) -> Op:
+        elements, software = self.outside * self.h, self.software
+        return self.memory("norm", elements, software.norm, elements * self.width * software.norm_kept)
+
+    def residual(self) -> Op:
+        elements, drops = self.outside * self.h, self.software.dropout
+        return self.memory("residual", elements, self.software.residual + 2 * drops, elements * drops)
+
+    def cast(self, ops: list[Op]) -> list[Op]:
+        """With the casts of products' operands to fp8 or fp4."""
+        moved = sum(op.moved_bytes for op in ops if op.kind == "matmul" and not op.precision)
+        casts = Op("casts", "memory", 0, 0, 0, 0.0, moved * self.software.casts / 2, 0.0, 0.0, 1.0, 1.0)
+        return [*ops, casts] if self.narrow else ops
+
+    def attention(self, window: int = 0) -> tuple[list[Op], list[Weight]]:
+        shape, t, h, n = self.shape, self.t, self.h, self.tokens
         q, kv = shape.heads * shape.head / t, max(1.0, shape.kv_heads / t) * shape.head
-        n, s = self.tokens, self.length
-        ops = [self.norm("attention_norm")]
+        v = q
         if shape.latent is None:
-            ops.append(self.product("qkv", shape.hidden, q + 2 * kv))
-            v = q
+            ops = [self.product("qkv", h, q + 2 * kv)]
+            weights = [self.weight("qkv", h * (q + 2 * kv), q + 2 * kv)]
         else:
-            lat = shape.latent
-            heads, wide = shape.heads / t, shape.head + lat.rope_dim
-            ops.append(self.product("q_down", shape.hidden, lat.query_rank + lat.key_rank + lat.rope_dim))
-            ops.append(self.product("q_up", lat.query_rank, heads * wide))
-            ops.append(self.product("kv_up", lat.key_rank, heads * (shape.head + lat.value_dim)))
-            q, kv, v = heads * wide, heads * wide, heads * lat.value_dim
-        if not shape.learned_positions:
-            ops.append(self.memory("rope", n * (q + kv), 2))
-        flops = 2.0 * n * s * (q + v) * self.causal
-        scores = 0.0 if self.software.flash else n * s * shape.heads / t
-        kept = n * (q + 2 * kv + v) * w + scores * (2 * w + 1) + n * shape.heads / t * 4
-        moved = n * (q + 2 * kv + v) * w + scores * self.software.scores * w
+            latent, heads = shape.latent, shape.heads / t
+            wide, inner = shape.head + latent.rope_dim, latent.key_rank + latent.rope_dim
+            ups = [("q_up", latent.query_rank or h, heads * wide)]
+            ups.append(("kv_up", latent.key_rank, heads * (shape.head + latent.value_dim)))
+            down = latent.query_rank + inner
+            ops = [self.product("down", h, down), *(self.product(name, k, m) for name, k, m in ups)]
+            weights = [self.weight("down", h * down, down, t), *(self.weight(name, k * m, m) for name, k, m in ups)]
+            q, kv, v = heads * wide, heads * wide, heads * latent.value_dim
+        if not shape.learned:
+            ops.append(self.memory("rope", n * (q + kv), self.software.rope))
+        seen = min(window or self.length, self.length)
+        causal = self.software.flash and self.software.skips and not window
+        scores = 0.0 if self.software.flash else n * seen * shape.heads / t
+        flops = 2.0 * n * seen * (q + v) * (0.5 if causal else 1.0)
+        held = n * (q + 2 * kv + v) * self.width
+        moved = held + scores * self.software.scores * self.width
+        kept = held + scores * (2 * self.width + 1) + n * shape.heads / t * 4
         ops.append(
-            Op("attention", "attention", n, shape.head, s, flops, moved, 0, kept, 2.5, self.launches, 0, self.wide)
+            Op("attention", "attention", n, shape.head, seen, flops, moved, 0, kept, 2.5, 1.0, precision=self.wide)
         )
-        ops.append(self.product("attention_out", v, shape.hidden, kept=0.0))
-        ops.append(self.residual("attention_add"))
-        return ops
+        return [*ops, self.product("out", v, h, kept=False)], [*weights, self.weight("out", h * v, h)]
 
-    def residual(self, name: str) -> Op:
-        elements, software = self.outside * self.shape.hidden, self.software
-        kept = elements * self.width + (elements if software.dropout else 0)
-        return self.memory(name, elements, software.residual + (2 if software.dropout else 0), kept)
-
-    def feed_forward(self, ffn: float, tokens: float | None = None) -> list[Op]:
-        n, t, h = self.tokens if tokens is None else tokens, self.t, self.shape.hidden
-        gated, software = self.shape.gated, self.software
-        wide = ffn / t
-        kept = n * wide * self.width * (software.activation_kept if gated else 1)
-        passes = software.activation if gated else 2
-        return [
-            self.norm("ffn_norm"),
-            self.product("up", h, wide * (2 if gated else 1), tokens=n),
-            self.memory("activation", n * wide, passes, kept),
-            self.product("down", wide, h, tokens=n),
-            self.residual("ffn_add"),
-        ]
-
-    def expert_ffn(self) -> list[Op]:
-        """Router, dispatch, the experts' products (grouped), combine."""
-        experts, h, n = self.shape.experts, self.shape.hidden, self.outside
-        assert experts is not None
-        local = max(1.0, experts.count / self.ep)
-        rows = n * experts.active
-        f = experts.ffn
+    def feed_forward(self, name: str, ffn: float) -> tuple[list[Op], list[Weight]]:
+        wide, gated, software = ffn / self.t, self.shape.gated, self.software
+        elements = self.tokens * wide
+        kept = elements * self.width * (software.activation_kept if gated else 1)
         ops = [
-            self.norm("ffn_norm"),
-            self.product("router", h, experts.count, tokens=n, kept=0.0)._replace(precision=self.wide),
-            self.memory("dispatch", rows * h, 4, rows * h * self.width, 6),
-            Op(
-                "up",
-                "matmul",
-                rows / local,
-                h,
-                2 * f,
-                4.0 * rows * h * f / self.software.grouped,
-                rows * (h + 2 * f) * self.width,
-                local * 2 * h * f * self.width,
-                rows * h * self.width,
-                2.0,
-                2,
-            ),
-            self.memory("activation", rows * f, 3, rows * 2 * f * self.width, 1),
-            Op(
-                "down",
-                "matmul",
-                rows / local,
-                f,
-                h,
-                2.0 * rows * h * f / self.software.grouped,
-                rows * (h + f) * self.width,
-                local * h * f * self.width,
-                rows * f * self.width,
-                2.0,
-                2,
-            ),
-            self.memory("combine", rows * h, 3, rows * h * self.width, 4),
+            self.product(f"{name}_up", self.h, wide * (self.products - 1)),
+            self.memory(f"{name}_activation", elements, software.activation if gated else 2, kept),
+            self.product(f"{name}_down", wide, self.h),
         ]
-        if experts.shared:
-            ops += [
-                self.product("shared_up", h, experts.shared * 2 / self.t),
-                self.memory(
-                    "shared_activation",
-                    self.tokens * experts.shared / self.t,
-                    3,
-                    self.tokens * experts.shared / self.t * 2 * self.width,
-                ),
-                self.product("shared_down", experts.shared / self.t, h),
-            ]
-        ops.append(self.residual("ffn_add"))
-        return ops
+        return ops, [self.weight(name, self.products * self.h * wide, wide)]
 
-    def traffic(self, dense: bool) -> tuple[Traffic, ...]:
-        h, w, found = self.shape.hidden, self.width, []
-        whole = self.tokens * h * w
-        regions = 2 if dense else 1
-        if self.t > 1 and self.sp:
-            for _ in range(regions):
-                found += [
-                    Traffic("tensor", "all_gather", "forward", whole),
-                    Traffic("tensor", "reduce_scatter", "forward", whole),
-                ]
-                found += [Traffic("tensor", "all_gather", "backward", whole)] * 2 + [
-                    Traffic("tensor", "reduce_scatter", "backward", whole)
-                ]
-        elif self.t > 1:
-            for _ in range(regions):
-                found += [Traffic("tensor", "all_reduce", phase, whole) for phase in ("forward", "backward")]
-        if self.cp > 1:
-            kv = 2 * self.length * max(1.0, self.shape.kv_heads / self.t) * self.shape.head * w
-            found += [
-                Traffic("context", "all_gather", "forward", kv),
-                Traffic("context", "all_gather", "backward", kv),
-                Traffic("context", "reduce_scatter", "backward", kv),
-            ]
-        if not dense and self.ep > 1:
-            assert self.shape.experts is not None
-            rows = self.outside * self.shape.experts.active * h * w
-            found += [
-                Traffic("expert", "all_to_all", phase, rows) for phase in ("forward", "backward") for _ in range(2)
-            ]
-        return tuple(found)
+    def dense(self) -> tuple[list[Op], list[Weight]]:
+        experts = self.shape.experts
+        return self.feed_forward("ffn", (experts.dense_ffn or self.shape.ffn) if experts else self.shape.ffn)
 
-    def weights(self, path: str, dense: bool) -> tuple[Weight, ...]:
-        shape, t = self.shape, self.t
-        h = shape.hidden
-        q, kv = shape.heads * shape.head / t, max(1.0, shape.kv_heads / t) * shape.head
-        found = [self.weight(f"{path}.norms", 2 * h * (1 if shape.norm == "rms" else 2), 1, t)]
-        if shape.latent is None:
-            found.append(self.weight(f"{path}.qkv", h * (q + 2 * kv), q + 2 * kv))
-            found.append(self.weight(f"{path}.out", h * q, h))
-        else:
-            lat, heads = shape.latent, shape.heads / t
-            found.append(
-                self.weight(f"{path}.down", h * (lat.query_rank + lat.key_rank + lat.rope_dim), lat.query_rank, t)
-            )
-            found.append(self.weight(f"{path}.q_up", lat.query_rank * heads * (shape.head + lat.rope_dim), heads))
-            found.append(self.weight(f"{path}.kv_up", lat.key_rank * heads * (shape.head + lat.value_dim), heads))
-            found.append(self.weight(f"{path}.out", h * heads * lat.value_dim, h))
-        products = 3 if shape.gated else 2
-        if dense:
-            found.append(self.weight(f"{path}.ffn", products * h * self._ffn(True) / t, self._ffn(True) / t))
-            return tuple(found)
-        experts = shape.experts
-        assert experts is not None
-        found.append(self.weight(f"{path}.router", h * experts.count, experts.count, t))
-        local = max(1.0, experts.count / self.ep)
-        found.append(self.weight(f"{path}.experts", local * 3 * h * experts.ffn, local * experts.ffn, 1, expert=True))
+    def experts(self) -> tuple[list[Op], list[Weight]]:
+        """Router, dispatch, the experts' products (grouped), combine; what all tokens share."""
+        experts, n = self._experts, self.outside
+        width, local, rows = experts.width or self.h, experts.count / self.split.expert, n * experts.active
+        router = self.product("router", self.h, experts.count, False, n)._replace(precision=self.wide)
+        ops = [router, self.memory("dispatch", rows * width, 4)]
+        weights = [self.weight("router", self.h * experts.count, experts.count, self.t)]
+        ops += [
+            self.grouped("expert_up", rows, width, (self.products - 1) * experts.ffn, local),
+            self.memory("expert_activation", rows * experts.ffn, self.products, rows * 2 * experts.ffn * self.width),
+            self.grouped("expert_down", rows, experts.ffn, width, local),
+            self.memory("combine", rows * width, 3),
+        ]
+        numel = local * self.products * width * experts.ffn
+        weights.append(self.weight("experts", numel, local * experts.ffn)._replace(expert=True))
+        if experts.width:
+            ops += [self.product("latent_down", self.h, width, tokens=n), self.product("latent_up", width, self.h)]
+            weights.append(self.weight("latent", 2 * self.h * width, width, self.t))
         if experts.shared:
-            found.append(self.weight(f"{path}.shared", 3 * h * experts.shared / t, experts.shared / t))
-        return tuple(found)
+            shared = self.feed_forward("shared", experts.shared)
+            ops, weights = ops + shared[0], weights + shared[1]
+        return ops, weights
+
+    def grouped(self, name: str, rows: float, k: float, n: float, local: float) -> Op:
+        """``local`` products side by side, each of its experts' rows."""
+        flops = 2.0 * rows * k * n / self.software.grouped
+        moved, fixed = rows * (k + n) * self.width, local * k * n * self.width
+        kept = rows * k * (1 if self.narrow else self.width)
+        return Op(name, "matmul", rows / local, k, n, flops, moved, fixed, kept, 2.0, 1.0)
+
+    def mamba(self) -> tuple[list[Op], list[Weight]]:
+        """Input product, convolution and scan, output product."""
+        mamba = self.shape.mamba
+        if mamba is None:
+            return [], []
+        inner, n = mamba.inner / self.t, self.tokens
+        wide = 2 * inner + (2 * mamba.groups * mamba.state + mamba.heads) / self.t
+        ops = [
+            self.product("in", self.h, wide),
+            self.memory("scan", n * wide, 20, n * (wide + 2 * inner) * self.width),
+            Op("states", "attention", n, mamba.state, inner, 6.0 * n * inner * mamba.state, 0, 0, 0, 2.0, 1.0,
+               precision=self.wide),
+            self.product("out", inner, self.h),
+        ]  # fmt: skip
+        return ops, [self.weight("in", self.h * wide, wide), self.weight("out", inner * self.h, self.h)]
+
+    @property
+    def _experts(self) -> Experts:
+        return self.shape.experts or Experts(1, 1, self.shape.ffn)
+
+    def exchange(self) -> list[Traffic]:
+        """What tensor ranks exchange around one mixer."""
+        whole = self.tokens * self.h * self.width
+        if self.t == 1:
+            return []
+        if not self.sp:
+            return [
+                Traffic("tensor", "all_reduce", "forward", whole),
+                Traffic("tensor", "all_reduce", "backward", whole),
+            ]
+        gather, scatter = [
+            [Traffic("tensor", kind, phase, whole) for phase in ("forward", "backward")]
+            for kind in ("all_gather", "reduce_scatter")
+        ]
+        return [*gather, *scatter, *(gather[1:] if self.software.regathers else ())]
+
+    def dispatch(self) -> list[Traffic]:
+        """To the experts and back, in both passes."""
+        if self.split.expert == 1:
+            return []
+        nbytes = self.outside * self._experts.active * (self._experts.width or self.h) * self.width
+        active = self._experts.active
+        sent = [Traffic("expert", "all_to_all", phase, nbytes, active) for phase in ("forward", "backward")]
+        return [*sent, *sent]
+
+    def keys(self) -> list[Traffic]:
+        """Keys and values of all positions, and their gradients."""
+        if self.split.context == 1:
+            return []
+        nbytes = 2 * self.length * max(1.0, self.shape.kv_heads / self.t) * self.shape.head * self.width
+        gathers = [Traffic("context", "all_gather", phase, nbytes) for phase in ("forward", "backward")]
+        return [*gathers, Traffic("context", "reduce_scatter", "backward", nbytes)]
 
     @staticmethod
-    def weight(name: str, numel: float, rows: float, copies: int = 1, *, expert: bool = False, tie: str = "") -> Weight:
-        return Weight(name, round(numel), round(rows), True, copies, expert, tie)
+    def weight(name: str, numel: float, rows: float, copies: int = 1, tie: str = "") -> Weight:
+        return Weight(name, round(numel), max(1, round(rows)), True, copies, False, tie)
 
     def embedding(self) -> Block:
         shape, t = self.shape, self.t
-        op = self.memory("embedding", self.tokens * shape.hidden, 2)
-        tie = "embedding" if shape.tied else ""
-        weights = [self.weight("embedding", shape.vocab * shape.hidden / t, shape.vocab / t, tie=tie)]
-        if shape.learned_positions:
-            weights.append(self.weight("positions", shape.learned_positions * shape.hidden, shape.learned_positions, t))
-        whole = self.tokens * shape.hidden * self.width
-        traffic = (Traffic("tensor", "reduce_scatter" if self.sp else "all_reduce", "forward", whole),) if t > 1 else ()
-        return Block("embedding", "embedding", False, (op,), traffic, tuple(weights), 0.0, self.tokens * 8)
+        weights = [self.weight("embedding", shape.vocab * self.h / t, shape.vocab / t, tie=self.tie)]
+        if shape.learned:
+            weights.append(self.weight("positions", shape.learned * self.h, shape.learned, t))
+        op = self.memory("embedding", self.tokens * self.h, 2)
+        traffic = self.exchange()[1:2] if self.sp else self.exchange()[:1]
+        scatter = tuple(one._replace(collective="reduce_scatter", phase="forward") for one in traffic if self.sp)
+        return Block(
+            "embedding", "embedding", False, (op,), scatter or tuple(traffic), tuple(weights), 0.0, 8.0 * self.tokens
+        )
 
     def last(self) -> Block:
-        shape, n, v = self.shape, self.tokens, self.shape.vocab / self.t
-        logits = n * v
+        """Norm, head and loss over a share of the vocabulary."""
+        software, logits = self.software, self.tokens * self.shape.vocab / self.t
+        moved, kept = logits * software.loss_bytes / 2, logits * software.loss_kept
         ops = (
-            self.norm("norm"),
-            self.product("head", shape.hidden, v)._replace(precision=self.wide),
-            Op(
-                "loss",
-                "memory",
-                0,
-                0,
-                0,
-                0.0,
-                logits * self.software.loss_bytes / 2,
-                0.0,
-                logits * 4,
-                1.0,
-                8 * self.launches,
-            ),
+            self.norm(),
+            self.product("head", self.h, self.shape.vocab / self.t)._replace(precision=self.wide),
+            Op("loss", "memory", 0, 0, 0, 0.0, moved, 0.0, kept, 1.0, 8.0),
         )
-        whole = n * shape.hidden * self.width
-        traffic = []
-        if self.t > 1:
-            traffic.append(Traffic("tensor", "all_gather" if self.sp else "all_reduce", "backward", whole))
-            if self.sp:
-                traffic += [
-                    Traffic("tensor", "all_gather", "forward", whole),
-                    Traffic("tensor", "reduce_scatter", "backward", whole),
-                ]
-        tie = "embedding" if shape.tied else ""
         weights = (
-            self.weight("norm", shape.hidden, 1, self.t),
-            self.weight("head", shape.vocab * shape.hidden / self.t, v, tie=tie),
+            self.weight("norm", self.h, 1, self.t),
+            self.weight("head", self.shape.vocab * self.h / self.t, self.shape.vocab / self.t, tie=self.tie),
         )
-        carried = n * shape.hidden * self.width / (self.t if self.sp else 1)
-        return Block("head", "head", False, ops, tuple(traffic), weights, carried, carried)
+        carried = self.outside * self.h * self.width
+        traffic = tuple(one for one in self.exchange() if self.sp or one.phase == "backward")
+        return Block("head", "head", False, ops, traffic, weights, carried, carried)
 
-    def products(self) -> list[Op]:
-        """All products and attention of a forward of one sample, attention in full."""
-        shape = self.shape
-        ops = [op for index in range(shape.layers) for op in self.layer(_dense(shape, index), index).ops]
-        ops += self.last().ops
-        return [op._replace(flops=op.flops / self.causal) if op.kind == "attention" else op for op in ops]
+    @property
+    def tie(self) -> str:
+        return "embedding" if self.shape.tied else ""

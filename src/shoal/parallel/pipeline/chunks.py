@@ -103,7 +103,7 @@ class Chunk(nn.Module):
                 loss = call.end(result)
                 return () if loss is None else (loss,)
             known = {number: call.plain(known[number]) for number in stages.leaving(self.stage)}
-        return tuple(
-            value.view_as(value) if number in stages.crossing[self.stage] else value
+        return tuple(  # no views: schedules that split the backward detach what leaves in place
+            value.clone() if number in stages.crossing[self.stage] or value._is_view() else value
             for number, value in ((n, known[n]) for n in stages.leaving(self.stage))
         )

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.optim import Optimizer
 
 from shoal.blueprint.facts import inside
-from shoal.core.errors import ConfigError, ModelError
+from shoal.core.errors import ConfigError
 from shoal.parallel.shard.order import Turns
 from shoal.parallel.shard.spec import ShardSettings
 from shoal.parallel.shard.units import check_model, own_units
@@ -42,18 +41,6 @@ class Sharded:
         """Free weights that a forward without a backward left whole; the model then shows its shards."""
         for unit in self.units.values():
             unit.reshard()
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ModelError where an optimizer would update what the model does not use: nothing would move."""
-        self.release()
-        mine = {id(param) for param in self.model.parameters()}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in mine:
-                    raise ModelError(
-                        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not among the sharded "
-                        "model's; build it after sharding, and before a forward or after Sharded.release()"
-                    )
 
 
 def apply(

@@ -1,6 +1,6 @@
 """Tensor parallelism: weights divided over ranks that read the same samples."""
 
 from shoal.parallel.tensor.apply import Layout, apply
-from shoal.parallel.tensor.part import keep_parts, plain
+from shoal.parallel.tensor.part import plain
 
-__all__ = ["Layout", "apply", "keep_parts", "plain"]
+__all__ = ["Layout", "apply", "plain"]

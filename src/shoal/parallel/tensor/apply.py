@@ -8,7 +8,7 @@ buckets, hooks and ties see a plain, smaller parameter. While a module runs that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,15 @@ from torch.distributed.tensor import DTensor
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.positions import Positions
 from shoal.blueprint.roles import Roles
-from shoal.blueprint.split import Split, spans
+from shoal.blueprint.split import Split
 from shoal.blueprint.structures import mapped
 from shoal.core.errors import ModelError
 from shoal.parallel.tensor.moves import Group, part_of
 from shoal.parallel.tensor.part import Part, marked, plain
 
 
-class Piece(NamedTuple):
-    """A block of a parameter that this rank holds: where it lies in the rank's tensor, and in the whole one."""
-
-    local: tuple[slice, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class Layout:
-    """How a model's parameters lie over a tensor group, whole tensors in and out, and sums that count each once."""
+    """How a model's parameters lie over a tensor group."""
 
     def __init__(self, model: nn.Module, roles: Roles, group: Group, positions: Mapping[str, Positions]) -> None:
         self.model, self.roles, self.group, self.positions = model, roles, group, positions
@@ -46,63 +38,6 @@ class Layout:
     def split(self, name: str) -> Split | None:
         """How a parameter is divided."""
         return self.roles.role[self.first[name]].split
-
-    def pieces(self, name: str) -> list[Piece]:
-        """The blocks of the whole parameter that this rank holds."""
-        shape, split = self.whole[self.first[name]], self.split(name)
-        if split is None:
-            return [Piece(tuple(slice(0, size) for size in shape), (0,) * len(shape), shape)]
-        found = []
-        for at, here, length in spans(split, self.group.degree, self.group.rank):
-            local = tuple(slice(here, here + length) if d == split.dim else slice(0, s) for d, s in enumerate(shape))
-            offsets = tuple(at if d == split.dim else 0 for d in range(len(shape)))
-            found.append(Piece(local, offsets, tuple(s.stop - s.start for s in local)))
-        return found
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor shaped as the whole parameter (a weight, a gradient, an optimizer's state)."""
-        split = self.split(name)
-        return whole if split is None else part_of(whole, split, self.group)
-
-    def full_tensor(self, name: str, local: Tensor | None = None) -> Tensor:
-        """Collective. The whole parameter, or the whole of another tensor that is divided like it."""
-        split = self.split(name)
-        local = (self.model.get_parameter(name) if local is None else local).detach()
-        if split is None:
-            return local.clone()
-        return self.group.gathered(local, split)
-
-    @torch.no_grad()
-    def load_full(self, name: str, whole: Tensor) -> None:
-        """Set a parameter from the whole tensor; one on meta is made, under all its names. Raises ModelError where the
-        shape is another."""
-        wanted = self.whole[self.first[name]]
-        if tuple(whole.shape) != wanted:
-            raise ModelError(
-                f"parameter {name!r} has the shape {wanted}, found {tuple(whole.shape)}; load its own tensor"
-            )
-        parameter, part = self.model.get_parameter(name), self.part(name, whole)
-        if not parameter.is_meta:
-            parameter.copy_(part)
-            return
-        made = nn.Parameter(part.to(parameter.dtype, copy=True), parameter.requires_grad)
-        for other, first in self.first.items():
-            if first == self.first[name]:
-                owner, _, leaf = other.rpartition(".")
-                setattr(self.model.get_submodule(owner), leaf, made)
-
-    def share(self, name: str) -> float:
-        """What this rank's values of a parameter (or gradient) count in a sum over the group: 1, or 1 / ranks."""
-        return 1.0 if self.split(name) is not None else 1.0 / self.group.degree
-
-    def squared_norm(self, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's share of the gradients' squared norm (float64): summed over the group, each counts once."""
-        shares = [
-            torch.linalg.vector_norm(p.grad, dtype=dtype).double() ** 2 * self.share(name)
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        ]
-        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
 
 def apply(
@@ -174,6 +109,8 @@ class _Shown:
         if not self.before:
             return
         self.group.running -= 1
+        if not self.group.running:
+            self.group.entered = None  # nothing reads it again, and it may be large
         for owner, leaf, part in reversed(self.before.pop()):
             if part is None:
                 owner.__dict__.pop(leaf, None)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.positions import Positions
 from shoal.blueprint.regions import LAYERS, TRANSPOSES
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split
-from shoal.blueprint.structures import mapped
 from shoal.blueprint.trace import operation_name
 from shoal.core.errors import ModelError
 from shoal.parallel.tensor.functions import HOW, attention_layer
@@ -77,37 +76,6 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor
     with torch._C.DisableTorchFunction():
         return gather(tensor, tensor._split, tensor._group)
-
-
-def keep_parts(module: nn.Module) -> None:
-    """Let a module's inputs stay parts where hooks in between hand them through an autograd function (FSDP2's do),
-    which gives tensors of torch's own class. To be called after those hooks were put on."""
-    taken: list[tuple[Split, Group] | None] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        taken.clear()
-        return mapped(bare, args), mapped(bare, kwargs)
-
-    def bare(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, Part):
-            taken.append(None)
-            return tensor
-        taken.append((tensor._split, tensor._group))
-        with torch._C.DisableTorchFunction():
-            return tensor.as_subclass(Tensor)
-
-    def after(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        known = iter(taken)
-        return mapped(lambda t: again(t, next(known)), args), mapped(lambda t: again(t, next(known)), kwargs)
-
-    def again(tensor: Tensor, of: tuple[Split, Group] | None) -> Tensor:
-        if of is None:
-            return tensor
-        with torch._C.DisableTorchFunction():
-            return marked(tensor.view_as(tensor), *of)
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_pre_hook(after, with_kwargs=True)
 
 
 #: Functions that ask about a tensor and do not depend on how much of it is here.

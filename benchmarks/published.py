@@ -1,0 +1,209 @@
+"""How far are predicted step times and memory from published ones? Prints a table; with --json, one JSON line last.
+
+python benchmarks/published.py [--data DIR] [--json] [--rows]
+
+Each row of each CSV in DIR (columns: published/README.md) is predicted from its shape, hardware and plan alone. Where a
+row leaves recomputation or micro-batch open, the least recomputation that fits the device is taken, with the largest
+micro-batch that does. Errors are fractions of what was measured. Out-of-memory rows count as recognised where the
+predicted peak exceeds the device.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from published_rows import Case, number, read, rows
+from published_systems import Skip
+
+from shoal.core.errors import ShoalError
+from shoal.plan.candidate import Candidate
+from shoal.plan.closed import closed_ranks
+from shoal.plan.profile import Profile
+from shoal.plan.shapes import Shape, Software, Split
+from shoal.plan.time import Prices
+from shoal.plan.transformer import model_flops, profile
+
+HERE = Path(__file__).resolve().parent
+#: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
+#: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate that knows nothing of the allocator).
+HEADROOM = 0.85
+COLUMNS = {"model", "seq_len", "gpu", "tp", "pp", "notes", "source"}
+
+
+class Outcome(NamedTuple):
+    """A row's prediction beside what was measured; None where not published."""
+
+    case: Case
+    candidate: Candidate
+    step_s: float
+    measured_s: float | None
+    memory_gib: float
+    fits: bool
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=HERE / "published")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON line, last")
+    parser.add_argument("--rows", action="store_true", help="each row's prediction too")
+    return parser.parse_args()
+
+
+@lru_cache(maxsize=512)
+def profiled(shape: Shape, tokens: int, split: Split, precision: str, software: Software) -> Profile:
+    return profile(shape, tokens, split, precision, software)
+
+
+def profile_of(case: Case, candidate: Candidate) -> Profile:
+    mesh = candidate.mesh
+    split = Split(mesh.tensor, candidate.sequence_parallel, mesh.context, candidate.expert)
+    return profiled(case.shape, case.tokens, split, candidate.precision, case.system.software)
+
+
+def memory(case: Case, candidate: Candidate) -> list[float]:
+    """Bytes of each pipeline coordinate, without what the device's context takes."""
+    factor = case.system.reserved[candidate.mesh.pipeline > 1]
+    device = case.cluster.device
+    found = closed_ranks(profile_of(case, candidate), candidate, device)
+    return [(one.total_bytes - one.overhead) * factor + case.system.workspace_bytes for one in found]
+
+
+def choose(case: Case) -> tuple[Candidate, list[float], bool]:
+    """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
+    room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
+    careful = HEADROOM * room if len(case.candidates) > 1 else room
+    for candidate in case.candidates:
+        needed = memory(case, candidate)
+        if max(needed) <= careful or candidate.cpu_offload:
+            return candidate, needed, True
+    return case.candidates[-1], needed, max(needed) <= room
+
+
+def predict(row) -> Outcome:
+    """Raises Skip."""
+    case = read(row)
+    candidate, needed, fits = choose(case)
+    cost = Prices(profile_of(case, candidate), case.cluster).price(candidate)
+    place = -1 if "last rank" in row["notes"] else 0 if case.system.name == "nanotron" else needed.index(max(needed))
+    shown = needed[place] + (case.cluster.device.reserved_bytes if "nvidia-smi" in row["notes"] else 0)
+    return Outcome(case, candidate, cost.step_s, measured(case, candidate), shown / 2**30, fits)
+
+
+def measured(case: Case, candidate: Candidate) -> float | None:
+    """Seconds of a step as published; rates of FLOPs by the convention that the row states."""
+    if case.rate is None:
+        return None
+    kind, value = case.rate
+    if kind == "step_time_s":
+        return value
+    tokens = candidate.global_batch * case.tokens / candidate.world
+    if kind == "tokens_per_s_per_gpu":
+        return tokens / value
+    if kind == "mfu":
+        value = value / 100 * case.cluster.device.flops_per_s["bf16"] / 1e12
+    return tokens * flops_per_token(case, candidate) / (value * 1e12)
+
+
+def flops_per_token(case: Case, candidate: Candidate) -> float:
+    """Of forward and backward, by the row's convention: 6N + 12Lhs, causal half, or with recomputation."""
+    notes, shape = case.row["notes"], case.shape
+    if "12Lhs" in notes and number(case.row, "params_b"):
+        return 6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens
+    half = "half" in notes or "Megatron-core" in notes or case.system.name == "megatron"
+    forward = model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
+    passes = 4 if "HARDWARE" in notes and candidate.recompute == "full" else 3
+    return passes * forward
+
+
+def summary(path: Path, show: bool) -> dict:
+    """What a file's rows give."""
+    skipped: Counter[str] = Counter()
+    steps, memories, found = [], [], {"rows": 0, "oom_rows": 0, "oom_recognised": 0, "ran": 0, "alarms": 0}
+    for index, row in enumerate(rows(path), 2):
+        found["rows"] += 1
+        try:
+            outcome = predict(row)
+        except Skip as skip:
+            skipped[str(skip)] += 1
+            continue
+        except ShoalError as error:
+            skipped[str(error).split(";")[0]] += 1
+            continue
+        if outcome.case.oom:
+            found["oom_rows"] += 1
+            found["oom_recognised"] += not outcome.fits
+            continue
+        found["ran"] += 1
+        found["alarms"] += not outcome.fits
+        if outcome.measured_s:
+            steps.append(abs(outcome.step_s / outcome.measured_s - 1))
+        if outcome.case.memory_gib:
+            memories.append(abs(outcome.memory_gib / outcome.case.memory_gib - 1))
+        if show:
+            print(line(index, outcome))
+    return {
+        "file": path.name,
+        "rows": found["rows"],
+        "predicted": len(steps),
+        "step_median": middle(steps),
+        "step_mean": statistics.fmean(steps) if steps else None,
+        "memory_rows": len(memories),
+        "memory_median": middle(memories),
+        "oom_rows": found["oom_rows"],
+        "oom_recognised": found["oom_recognised"] / found["oom_rows"] if found["oom_rows"] else None,
+        "false_alarms": found["alarms"] / found["ran"] if found["ran"] else None,
+        "skipped": dict(skipped),
+    }
+
+
+def middle(values):
+    return statistics.median(values) if values else None
+
+
+def line(index: int, outcome: Outcome) -> str:
+    candidate, case = outcome.candidate, outcome.case
+    step = f"{outcome.step_s:.4g} s for {outcome.measured_s:.4g}" if outcome.measured_s else "-"
+    memory_ = f"{outcome.memory_gib:.1f} GiB for {case.memory_gib:.1f}" if case.memory_gib else "-"
+    return (
+        f"{index}: {case.shape.name} {case.cluster.device.name} {candidate.mesh} micro {candidate.micro_batch} x "
+        f"{candidate.accumulation} recompute {1 - candidate.keep:.2g}: step {step}, memory {memory_}"
+    )
+
+
+def shown(value):
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def text_of(one):
+    alarms, steps = shown(one["false_alarms"]), (shown(one["step_median"]), shown(one["step_mean"]))
+    return (
+        f"{one['file']}: {one['rows']} rows, {one['predicted']} steps predicted: median {steps[0]}, mean {steps[1]}; "
+        f"memory of {one['memory_rows']}: {shown(one['memory_median'])}; out of memory {one['oom_rows']}: "
+        f"{shown(one['oom_recognised'])} recognised, false alarms {alarms}; skipped {one['skipped']}"
+    )
+
+
+def main():
+    options = arguments()
+    paths = sorted(options.data.glob("*.csv"))
+    if not paths:
+        sys.exit(f"no CSV in {options.data}; give a folder with --data")
+    files = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            if COLUMNS - set(file.readline().strip().split(",")):
+                continue  # another kind of table
+        files.append(summary(path, options.rows))
+        one = files[-1]
+        print(text_of(one))
+    if options.json:
+        print(json.dumps({"files": files}))
+
+
+if __name__ == "__main__":
+    main()

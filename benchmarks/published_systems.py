@@ -1,0 +1,140 @@
+"""What published training systems do apart from their plans, and which hardware a row names: all constants.
+
+Every constant is a property of the software as it was released, with how it was found; docs/planning.md lists them with
+the errors that they leave. Nothing here depends on a file or a row.
+"""
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+from shoal.cluster.facts import Cluster
+from shoal.cluster.presets import preset
+from shoal.plan.candidate import States
+from shoal.plan.shapes import Software
+
+
+class Skip(Exception):
+    """Why a row is not predicted."""
+
+
+class System(NamedTuple):
+    """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
+    pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
+    every device, beyond tensors."""
+
+    name: str
+    software: Software
+    states: States
+    overlap_gradients: bool = True
+    overlap_weights: bool = True
+    bucket_bytes: float = 25 * 2**20
+    reserved: tuple[float, float] = (1.05, 1.05)
+    cuts_by_cost: bool = False
+    piped_kernels: float = 0.0
+    recompute_steps: int = 4
+    workspace_bytes: float = 0.0
+    first_word: tuple[str, ...] = ()
+
+
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
+#: of them in float32.
+_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
+_COMPILED = Software()
+SYSTEMS = (
+    System(
+        # RMSNorm fused, SwiGLU not; float32 gradients accumulated, then reduced without overlap in large buckets.
+        # kernels: floor of 4.4 ms per block at tensor 2 to 8 and micro-batch 1; piped_kernels: floor of 8.5, 13, 20 ms
+        # at tensor 2, 4, 8 in a pipeline; reserved: median over the memory column.
+        "nanotron",
+        Software(activation=5, activation_kept=3, residual=4, loss_kept=14, kernels=310),
+        States(2, 0, 4, 12),
+        overlap_gradients=False,
+        overlap_weights=False,
+        bucket_bytes=0.75e9,
+        reserved=(1.05, 1.2),
+        workspace_bytes=0.3 * 2**30,
+        cuts_by_cost=True,
+        piped_kernels=147,
+        first_word=("nanotron", "ultrascale"),
+    ),
+    System(
+        # Eager attention with dropout; kernels: floor of 3.4 ms per block, forward, recompute and backward.
+        "megatron-deepspeed",
+        Software(flash=False, dropout=True, kernels=162, scores=5),
+        States(2, 0, 2, 12),
+        overlap_gradients=False,
+        first_word=("megatron-deepspeed", "vtrain"),
+    ),
+    # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
+    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80), States(2, 0, 4, 12),
+           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo")),
+    System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
+    System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
+    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
+)  # fmt: skip
+COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2))
+
+
+def system(row) -> System:
+    """Of the names that a row's source, section and notes contain, the first; else by whether layers are divided."""
+    text = " ".join((row["source"], row["section"], row["notes"])).lower()
+    named = [one for one in SYSTEMS if any(word in text for word in one.first_word)]
+    divided = any(row[axis] not in ("", "1") for axis in ("tp", "pp", "ep"))
+    found = named[0] if named else SYSTEMS[2 if divided else -1]
+    if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
+        found = found._replace(states=States(2, 0, 2, 4))
+    if found.name == "fsdp" and row["compile"] == "yes":
+        return COMPILED._replace(states=found.states)
+    return found
+
+
+#: What a row's device is called, and its preset.
+DEVICES = {
+    "GB300": "gb300", "GB200": "gb200", "B300": "b300", "B200": "b200", "H200": "h200", "H100": "h100",
+    "H800": "h100", "V100": "v100-32gb", "L40S": "l40s", "4090": "rtx4090", "MI300X": "mi300x",
+}  # fmt: skip
+#: Devices of one NVLink domain that a job takes: whole trays of an NVL72 in powers of two.
+NVL72 = 64
+
+
+def device_name(row) -> str:
+    """The preset that a row's device is. Raises Skip."""
+    text = row["gpu"].upper()
+    found = next((preset_ for name, preset_ in DEVICES.items() if name in text), None)
+    if found is None and ("A100" in text or "A800" in text):
+        found = "a100-40gb" if "40" in text else "a100-80gb"
+    if found is None:
+        raise Skip(f"device {row['gpu'] or 'not published'}")
+    return found
+
+
+@cache
+def hardware(name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int) -> Cluster:
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual."""
+    base = preset(f"{name}-efa" if efa and name != "gb200" else name)
+    if name.startswith("gb"):
+        per_node = NVL72
+    between = base.between
+    if node_bytes_per_s is not None and between is not None:
+        between = between.model_copy(update={"bytes_per_s": node_bytes_per_s / per_node})
+    nodes = -(-world // per_node)
+    return base.model_copy(update={"devices_per_node": per_node, "nodes": nodes, "between": between})
+
+
+def network(row) -> tuple[float | None, bool]:
+    """Bytes per second of a node's network where the row states it, and whether it is Amazon's EFA."""
+    text = f"{row['section']} {row['notes']}"
+    efa = "EFA" in text.replace("without EFA", "") or "nanotron" in row["source"]
+    patterns = (
+        (r"(\d+)x(\d+) Gb ", lambda m: int(m[1]) * int(m[2]) / 8),
+        (r"(\d+)x(\d+) GB/s per node", lambda m: int(m[1]) * int(m[2])),
+        (r"([\d.]+) Gb/s (?:inter|EFA|RoCE|per node)", lambda m: float(m[1]) / 8),
+        (r"([\d.]+) Tb/s (?:inter|EFA|RoCE|per node)", lambda m: float(m[1]) * 125),
+        (r"(\d+) Gbps node-node", lambda m: int(m[1]) / 8),
+    )
+    for pattern, giga in patterns:
+        if found := re.search(pattern, text):
+            return giga(found) * 1e9, efa
+    return None, efa

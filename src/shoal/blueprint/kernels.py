@@ -1,0 +1,113 @@
+"""What other devices' kernels keep for backward, where it is not what this machine's keep. No torch.
+
+A blueprint is traced on CPU kernels. On CUDA three functions keep something else (torch 2.13,
+tools/autograd/derivatives.yaml and the kernels it names):
+
+| function | CPU, as traced | CUDA |
+|---|---|---|
+| scaled_dot_product_attention, flash | inputs, output, logsumexp; with dropout the probabilities | inputs, output, a float32 logsumexp per query |
+| the same, math | | inputs, the probabilities of every query and key in the compute dtype; the output, by what reads it |
+| rms_norm | its parts, one by one | input and one float32 per row |
+| dropout | a mask as wide as the values | a mask of one byte each |
+
+All else (layer and batch norm, activations, products, losses) keeps the same.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, Timeline, refs
+
+Sets = Callable[[Operation, Blueprint], tuple[Kept, ...]]
+
+
+def on(kernels: str, blueprint: Blueprint) -> Blueprint:
+    """The blueprint with the kept bytes of ``kernels`` (cpu, cuda-flash, cuda-math)."""
+    table = TABLES[kernels]
+    if not table:
+        return blueprint
+    every = [*blueprint.operations, *blueprint.loss]
+    changed = {n: table[op.name](op, blueprint) for n, op in enumerate(every) if op.name in table and op.kept}
+    made = [
+        op._replace(kept=changed[n], kept_bytes=sum(kept.bytes for kept in changed[n])) if n in changed else op
+        for n, op in enumerate(every)
+    ]
+    cut = len(blueprint.operations)
+    return blueprint.model_copy(
+        update={
+            "operations": tuple(made[:cut]), "loss": tuple(made[cut:]),
+            "timeline": _timeline(blueprint.timeline, changed) if blueprint.timeline else None,
+        }
+    )  # fmt: skip
+
+
+def _timeline(timeline: Timeline, changed: dict[int, tuple[Kept, ...]]) -> Timeline:
+    """Intermediates that are kept otherwise, from the operation's end to where the traced ones were freed."""
+    end = timeline.forward[-1]
+    freed: dict[int, int] = {}
+    storages: list[Storage] = []
+    for storage in timeline.storages:
+        own = storage.operation in changed and storage.born <= end and storage.kept
+        if own:
+            freed[storage.operation] = max(freed.get(storage.operation, 0), storage.freed)
+        if not (own and storage.of is None):
+            storages.append(storage)
+    for number, kept in changed.items():
+        born = timeline.forward[number]
+        last = freed.get(number, max(storage.freed for storage in timeline.storages))
+        storages += [Storage(k.bytes, k.numel, born, last, born, number, None, True) for k in kept if k.of is None]
+    return timeline._replace(storages=tuple(storages))
+
+
+def _values(operation: Operation) -> tuple[Kept, ...]:
+    return tuple(kept for kept in operation.kept if kept.of is not None)
+
+
+def _shape(operation: Operation, blueprint: Blueprint, place: int) -> tuple[int, ...]:
+    value = [ref.of for ref in refs(operation.arguments)][place]
+    return blueprint.values[value].shape if isinstance(value, int) else blueprint.parameter[value].shape
+
+
+def _inputs(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
+    """Queries, keys, values (and the output) as traced where a fused kernel ran; else with copies of two of them."""
+    kept = _values(operation)
+    if any(each.of in operation.gives for each in kept):
+        return kept
+    item = _item(operation, blueprint)
+    sizes = [math.prod(_shape(operation, blueprint, place)) for place in range(2)]
+    return (*kept, *(Kept(None, size * item, size) for size in sizes))
+
+
+def _item(operation: Operation, blueprint: Blueprint) -> int:
+    given = blueprint.values[operation.gives[0]]
+    return given.bytes // max(math.prod(given.shape), 1)
+
+
+def _flash(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
+    queries = math.prod(_shape(operation, blueprint, 0)[:-1])
+    return (*_inputs(operation, blueprint), Kept(None, 4 * queries, queries))
+
+
+def _math(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
+    pairs = math.prod(_shape(operation, blueprint, 0)[:-1]) * _shape(operation, blueprint, 1)[-2]
+    return (*_inputs(operation, blueprint), Kept(None, pairs * _item(operation, blueprint), pairs))
+
+
+def _rms_norm(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
+    shape = _shape(operation, blueprint, 0)
+    rows, size = math.prod(shape[:-1]), math.prod(shape)
+    given = _values(operation) or (Kept(None, size * _item(operation, blueprint), size),)
+    return (*given, Kept(None, 4 * rows, rows))
+
+
+def _dropout(operation: Operation, blueprint: Blueprint) -> tuple[Kept, ...]:
+    return tuple(kept if kept.of is not None else Kept(None, kept.numel, kept.numel) for kept in operation.kept)
+
+
+TABLES: dict[str, dict[str, Sets]] = {
+    "cpu": {},
+    "cuda-flash": {"scaled_dot_product_attention": _flash, "rms_norm": _rms_norm, "dropout": _dropout},
+    "cuda-math": {"scaled_dot_product_attention": _math, "rms_norm": _rms_norm, "dropout": _dropout},
+}

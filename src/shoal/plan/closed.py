@@ -1,0 +1,92 @@
+"""Memory of a step in closed form, for any training recipe and shard level: states, what is kept for backward, logits.
+
+memory.py plays the step as Shoal's engine runs it; this is the cross-check from formulas alone, and what published runs
+of other systems are held against. Chunks in flight: Narayanan et al., https://arxiv.org/abs/2104.04473, and the papers
+named in schedule.py; states: Rajbhandari et al., https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.cluster.facts import Device
+from shoal.plan.candidate import Candidate, Memory
+from shoal.plan.profile import Block, Profile
+from shoal.plan.ranks import rank_of, rank_stages
+
+#: Gathered units that lie side by side where weights are sharded: one in use, one on its way.
+UNITS = 2
+
+
+def closed_ranks(profile: Profile, candidate: Candidate, device: Device) -> list[Memory]:
+    """Each pipeline coordinate's peak. Where some blocks are recomputed (``keep``), all count alike."""
+    return [_memory(profile, candidate, device, place) for place in range(candidate.mesh.pipeline)]
+
+
+def closed_peak(profile: Profile, candidate: Candidate, device: Device) -> Memory:
+    """The rank that needs most."""
+    return max(closed_ranks(profile, candidate, device), key=lambda memory: memory.total_bytes)
+
+
+def chunks_in_flight(schedule: str | None, pipeline: int, place: int, chunks: int, micro_batches: int) -> int:
+    """Chunks that the rank at ``place`` holds activations of at most (published bounds; simulate.py counts them)."""
+    if pipeline == 1:
+        return 1
+    whole = micro_batches * chunks
+    if schedule in ("gpipe", "looped-bfs"):
+        return whole
+    if schedule == "1f1b":
+        return min(micro_batches, pipeline - place)
+    if schedule == "interleaved-1f1b":
+        return min(whole, (chunks - 1) * pipeline + 2 * (pipeline - 1 - place) + 1)
+    return min(whole, chunks * pipeline + (1 if schedule == "dualpipev" else 0))
+
+
+def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) -> Memory:
+    mesh, states, micro = candidate.mesh, candidate.states, candidate.micro_batch
+    schedule = candidate.schedule or "1f1b"
+    stages = rank_stages(schedule, place, mesh.pipeline, candidate.chunks) if mesh.pipeline > 1 else (0,)
+    ends = [*candidate.starts[1:], len(profile.blocks)]
+    blocks = [block for stage in stages for block in profile.blocks[candidate.starts[stage] : ends[stage]]]
+    counts = [_numel(blocks, expert) for expert in (False, True)]
+    shards = [mesh.shard, max(1, mesh.shard // candidate.expert)]
+
+    def held(width: float, level: int) -> float:
+        return sum(
+            count * width / (shard if candidate.shard_level >= level else 1)
+            for count, shard in zip(counts, shards, strict=True)
+        )
+
+    flying = chunks_in_flight(candidate.schedule, mesh.pipeline, place, candidate.chunks, candidate.accumulation)
+    kept = sum(_kept(block, candidate) for block in blocks if block.kind != "head") * micro
+    largest = max((sum(op.kept_bytes for op in block.ops) for block in blocks if block.repeated), default=0.0) * micro
+    recomputes = candidate.recompute != "none" and candidate.keep < 1
+    buffers = 0.0
+    if candidate.shard_level == 3 and mesh.shard > 1:
+        unit = max((_numel([block], False) for block in blocks), default=0.0)
+        buffers = unit * ((states.compute or states.weight) * UNITS + states.sent)
+    head = [op for block in blocks if block.kind == "head" for op in block.ops]
+    return Memory(
+        rank=rank_of(mesh, pipeline=place),
+        moment="backward",
+        weights=held(states.weight, 3),
+        gradients=held(states.gradient, 2),
+        optimizer=held(states.optimizer, 1),
+        activations=kept * flying / len(stages) + (largest if recomputes else 0.0),
+        logits=sum(op.kept_bytes for op in head) * micro,
+        buffers=buffers,
+        overhead=float(device.reserved_bytes),
+    )
+
+
+def _kept(block: Block, candidate: Candidate) -> float:
+    """Bytes per sample that a block's forward leaves."""
+    whole = sum(op.kept_bytes for op in block.ops)
+    again = {"none": 0.0, "selective": 0.5, "full": 1 - candidate.keep}[candidate.recompute]
+    return whole + again * (block.input_bytes - whole) if block.repeated else whole
+
+
+def _numel(blocks: Sequence[Block], expert: bool) -> float:
+    """Numbers in weights, tied ones once."""
+    seen = {weight.tie or weight.name: weight.numel for b in blocks for weight in b.weights if weight.expert == expert}
+    return float(sum(seen.values()))

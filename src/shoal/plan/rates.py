@@ -1,0 +1,67 @@
+"""What a device reaches on an operation: from its measured operations where it has them, else from its constants."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+from shoal.cluster.facts import Device
+from shoal.plan.profile import Op
+
+#: Measured products that one is interpolated between.
+NEIGHBOURS = 4
+
+
+def product_flops_per_s(device: Device, precision: str, m: float, k: float, n: float) -> float:
+    """Rate of an (m, k) x (k, n) product.
+
+    Measured products of the precision: the mean of the logarithms of the nearest rates, weighted by the squared inverse
+    of their distance in (log m, log k, log n). Else the peak's share, and of it size / (size + half) of each size; as
+    a start takes the same time at any rate, the half grows with the precision's peak over that of bf16.
+    """
+    measured = [one for one in device.products if one.precision == precision]
+    if measured:
+        near = sorted((_distance(one.m, one.k, one.n, m, k, n), one.flops_per_s) for one in measured)[:NEIGHBOURS]
+        weights = [1 / (squared + 1e-6) for squared, _ in near]
+        logs = sum(weight * math.log(rate) for weight, (_, rate) in zip(weights, near, strict=True))
+        return math.exp(logs / sum(weights))
+    peak = device.flops_per_s[precision]
+    half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
+    reached = math.prod(size / (size + half) for size in (m, k, n) if size + half)
+    return peak * device.matmul_share * reached
+
+
+def _distance(m0: float, k0: float, n0: float, m: float, k: float, n: float) -> float:
+    pairs = ((m0, m), (k0, k), (n0, n))
+    return sum(math.log(known / max(1.0, asked)) ** 2 for known, asked in pairs)
+
+
+def stream_seconds(device: Device, nbytes: float) -> float:
+    """Seconds to read and write ``nbytes`` in all: between measured sizes in proportion, beyond at the last rate."""
+    if nbytes <= 0:
+        return 0.0
+    streams = sorted(device.streams, key=lambda one: one.bytes)
+    if not streams:
+        return nbytes / (device.memory_bytes_per_s * device.memory_share)
+    place = bisect_left([one.bytes for one in streams], nbytes)
+    if place == len(streams):
+        return streams[-1].seconds * nbytes / streams[-1].bytes
+    if place == 0:
+        return streams[0].seconds * nbytes / streams[0].bytes
+    below, above = streams[place - 1], streams[place]
+    part = (nbytes - below.bytes) / (above.bytes - below.bytes)
+    return below.seconds + part * (above.seconds - below.seconds)
+
+
+def op_seconds(op: Op, micro_batch: float, device: Device, precision: str) -> tuple[float, float]:
+    """Seconds of an operation's forward and backward for ``micro_batch`` samples: the longer of arithmetic and memory
+    traffic (roofline, Williams et al. 2009, https://doi.org/10.1145/1498765.1498785)."""
+    moved = stream_seconds(device, op.moved_bytes * micro_batch + op.fixed_bytes)
+    if op.kind == "memory":
+        return moved, moved * op.backward
+    if op.kind == "matmul":
+        rate = product_flops_per_s(device, precision, op.m * micro_batch, op.k, op.n)
+    else:
+        rate = device.flops_per_s[precision] * device.attention_share
+    longest = max(op.flops * micro_batch / rate, moved)
+    return longest, longest * op.backward

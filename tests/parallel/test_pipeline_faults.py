@@ -1,0 +1,182 @@
+"""Faults that pipelines elsewhere had: varying shapes, objects among the inputs, mixed labels, one stage's overflow."""
+
+import pytest
+import torch
+from tests.harness import run_ranks
+from tests.parallel.test_meshes import summed, trained, uneven_rows
+from tests.small_jobs import LM, Rows, error, job, sgd, start
+from torch import nn
+
+from shoal import Loss
+from shoal.core.errors import ConfigError
+from shoal.engine.resolve import resolve
+from shoal.engine.settings import RunSettings
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2))
+
+
+def rows(number: int, longest: int = 12) -> Rows:
+    """Tokens and targets of 4 to ``longest`` positions."""
+    lengths = [4 + 5 * place % (longest - 3) for place in range(number)]
+    whole = uneven_rows(number, longest).samples
+    return Rows([(x[:length] % 37, y[:length] % 37) for (x, y), length in zip(whole, lengths, strict=True)])
+
+
+def padded(samples):
+    """Samples of several lengths as one batch of the longest; what is added does not count."""
+    x, y = zip(*samples, strict=True)
+    return (
+        nn.utils.rnn.pad_sequence(x, batch_first=True),
+        nn.utils.rnn.pad_sequence(y, batch_first=True, padding_value=-100),
+    )
+
+
+@pytest.mark.ranks
+def test_every_micro_batch_may_have_another_shape_in_training_and_evaluation(tmp_path):
+    """Buffers were made for the first batch: another number or length of samples failed.
+
+    https://github.com/deepspeedai/DeepSpeed/issues/3045 https://github.com/deepspeedai/DeepSpeed/issues/5696
+    """
+    made = job(model=LM, data=rows(11), eval_data=rows(7), loss=summed, optimizer=sgd(0.1), collate=padded)
+    expected = trained(made, tmp_path / "alone", 1, 3, micro_batch=2)
+    found = trained(made, tmp_path / "staged", 2, 3, micro_batch=2, mesh="pipeline=2")
+    assert found[0] == [pytest.approx(told, rel=1e-10) for told in expected[0]]
+    assert found[1] == pytest.approx(expected[1], rel=1e-10) and error(found[2], expected[2]) < 1e-10
+
+
+@pytest.mark.ranks
+def test_outputs_meet_the_targets_of_their_own_micro_batch(tmp_path):
+    """An output was compared with the labels of another micro-batch where shapes vary. Here also: what leaves a stage
+    may be a view.
+
+    https://github.com/deepspeedai/DeepSpeed/issues/5729
+    """
+
+    class Same(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(1, 1), nn.Identity()) for _ in range(4)])
+            for layer in self.layers:
+                nn.init.ones_(layer[0].weight)
+                nn.init.zeros_(layer[0].bias)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x[..., None])[..., 0]
+            return x
+
+    samples = Rows([(torch.full((3 + n % 4,), float(n)), torch.full((3 + n % 4,), n)) for n in range(16)])
+
+    def run(rank):
+        found = {}
+        for schedule, chunks in SCHEDULES:
+            seen = []
+
+            def loss(output, targets, seen=seen):
+                seen.extend(zip(output.detach()[:, 0].tolist(), targets[:, 0].tolist(), strict=True))
+                return Loss((output * 0).sum(), 1)
+
+            made = job(model=Same, data=samples, loss=loss, optimizer=sgd(1.0), collate=padded)
+            begun = start(
+                made, tmp_path / schedule, global_batch=8, micro_batch=2, steps=2, mesh="pipeline=2",
+                schedule=schedule, chunks=chunks,
+            )  # fmt: skip
+            for window in begun.windows():
+                begun.step(window)
+            begun.close()
+            found[schedule] = seen
+        return found
+
+    every = run_ranks(run, 2)
+    for schedule, _ in SCHEDULES:
+        pairs = [pair for each in every for pair in each[schedule]]
+        assert sorted(round(target) for _, target in pairs) == list(range(16))
+        assert all(output == target for output, target in pairs), schedule
+
+
+class Wanted:
+    """An object among the inputs."""
+
+    def __init__(self, places):
+        self.places = places
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x, wanted, nothing=None, times=1):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) * times if nothing is None else x
+            x = torch.where(torch.tensor(wanted.places, device=x.device), x, 0.5 * x)
+        return x
+
+
+@pytest.mark.ranks
+def test_inputs_that_are_no_tensors_pass_through_every_schedule(tmp_path):
+    """Objects, None and numbers among the inputs broke schedules that split the backward.
+
+    https://github.com/pytorch/torchtitan/issues/3584
+    """
+
+    def inputs(batch):
+        x, y = batch
+        return {"x": x, "wanted": Wanted([True, False] * 4), "nothing": None, "times": 3}, y
+
+    generator = torch.Generator().manual_seed(3)
+    data = Rows([(torch.randn(8, generator=generator), torch.tensor(n % 8)) for n in range(16)])
+    made = job(model=Takes, data=data, loss=cross, optimizer=sgd(0.1), inputs=inputs, eval_data=data)
+    expected = trained(made, tmp_path / "alone", 1, 2, micro_batch=2)
+    for schedule, chunks in SCHEDULES:
+        found = trained(
+            made, tmp_path / schedule, 2, 2, micro_batch=2, mesh="pipeline=2", schedule=schedule, chunks=chunks
+        )
+        assert found[0] == [pytest.approx(told, rel=1e-10) for told in expected[0]], schedule
+        assert error(found[2], expected[2]) < 1e-10, schedule
+
+
+def cross(output, targets):
+    return Loss(nn.functional.cross_entropy(output, targets, reduction="sum"), len(targets))
+
+
+@pytest.mark.ranks
+def test_an_overflow_on_one_stage_is_skipped_and_halves_the_scale_on_all(tmp_path):
+    """The scale of fp16 did not reach the backward inside of the schedule, and stages disagreed on an overflow.
+
+    https://github.com/pytorch/torchtitan/issues/803
+    """
+    made = job(model=LM, data=rows(16), loss=summed, optimizer=sgd(0.1), collate=padded)
+
+    def run(rank):
+        begun = start(made, tmp_path, global_batch=8, micro_batch=2, steps=2, precision="fp16", mesh="pipeline=2")
+        seen = []
+        held = [param for param in begun.model.parameters() if not param.is_meta]
+        held[0].register_hook(lambda grad: seen.append(float(grad.abs().max())))
+        windows = begun.windows()
+        begun.step(next(windows))
+        scale = begun.scaler.scale
+        if rank == 0:
+            held[0].register_hook(lambda grad: grad * float("inf"))
+        before = [param.detach().clone() for param in held]
+        told = begun.step(next(windows))
+        kept = all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
+        begun.close()
+        return told.applied, scale, begun.scaler.scale, kept, max(seen)
+
+    every = run_ranks(run, 2)
+    scale = every[0][1]
+    assert scale > 1 and [each[:4] for each in every] == [(False, scale, scale / 2, True)] * 2
+    assert every[0][4] > scale / 10, "the gradients in the schedule are of the scaled loss"
+
+
+@pytest.mark.unit
+def test_a_batch_that_micro_batches_do_not_divide_is_refused_with_both_numbers():
+    """Stages disagreed on shapes, or the samples of a short micro-batch weighed more.
+
+    https://github.com/pytorch/pytorch/issues/126600
+    """
+    with pytest.raises(ConfigError, match="global batch 8 cannot be cut over .* micro-batch 3: .*; use a global batch"):
+        resolve(RunSettings(global_batch=8, micro_batch=3, mesh="pipeline=2"), 2)

@@ -1,0 +1,91 @@
+"""Pipelines played from the very lists that run: bubbles and chunks in flight as the papers' formulas give them."""
+
+import pytest
+
+from shoal.core.errors import ConfigError
+from shoal.plan import simulate
+from shoal.plan.closed import chunks_in_flight
+from shoal.plan.schedule import Action
+from shoal.plan.simulate import StageTime, closed_form, play
+
+pytestmark = pytest.mark.unit
+F, B, W = 2.0, 5.0, 2.0
+SPLIT = F + (B - W) - W  # forward, inputs' half, less the weights' half
+#: (schedule, chunks per rank, bubble of P - 1 ranks at F = 2, I = 3, W = 2; at F = I = W = 2).
+SCHEDULES = [
+    ("gpipe", 1, F + B),
+    ("1f1b", 1, F + B),
+    ("looped-bfs", 2, F + B),
+    ("interleaved-1f1b", 2, F + B),
+    ("interleaved-1f1b", 3, F + B),
+    ("interleaved-zero-bubble", 1, SPLIT),
+    ("interleaved-zero-bubble", 2, SPLIT),
+]
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize(("schedule", "chunks", "bubble"), SCHEDULES)
+def test_bubbles_are_those_of_the_formulas(schedule, chunks, bubble, pipeline):
+    for micro in (2 * pipeline, 3 * pipeline):
+        times = [StageTime(F, B, W)] * (pipeline * chunks)
+        played = play(schedule, pipeline, chunks, micro, times)
+        assert played.bubble == pytest.approx((pipeline - 1) * bubble)
+        assert played.makespan == pytest.approx(micro * chunks * (F + B) + (pipeline - 1) * bubble)
+        assert closed_form(schedule, pipeline, chunks, micro, times)[0] == pytest.approx(played.makespan)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_v_schedules_of_equal_thirds_wait_one_forward_per_further_rank(schedule, pipeline):
+    times = [StageTime(2.0, 4.0, 2.0)] * (2 * pipeline)
+    played = play(schedule, pipeline, 2, 3 * pipeline, times)
+    assert played.bubble == pytest.approx((pipeline - 1) * 2.0)
+    assert closed_form(schedule, pipeline, 2, 3 * pipeline, times)[0] == pytest.approx(played.makespan)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [*((name, chunks) for name, chunks, _ in SCHEDULES), ("zbv", 2), ("dualpipev", 2)]
+)
+def test_chunks_in_flight_are_those_of_the_formulas(schedule, chunks, pipeline):
+    micro = 3 * pipeline
+    played = play(schedule, pipeline, chunks, micro, [StageTime(F, B, W)] * (pipeline * chunks))
+    by_formula = tuple(chunks_in_flight(schedule, pipeline, place, chunks, micro) for place in range(pipeline))
+    assert played.chunks == by_formula
+
+
+def test_sends_delay_each_micro_batch_of_1f1b_and_gpipe_only_at_its_ends():
+    for pipeline, micro in ((2, 4), (4, 8), (4, 16), (8, 16)):
+        times = [StageTime(F, B, W, 0.1)] * pipeline
+        for schedule in ("1f1b", "gpipe"):
+            makespan, sent = closed_form(schedule, pipeline, 1, micro, times)
+            assert makespan == pytest.approx(play(schedule, pipeline, 1, micro, times).makespan)
+            assert sent == pytest.approx(makespan - (micro + pipeline - 1) * (F + B))
+
+
+def test_a_slow_stage_sets_the_pace_and_nothing_runs_before_what_it_needs():
+    times = [StageTime(1, 2, 1, 0.25), StageTime(3, 6, 3, 0.25), StageTime(1, 2, 1, 0.25), StageTime(2, 4, 2)]
+    played = play("1f1b", 4, 1, 12, times)
+    assert played.makespan >= 12 * 9 + 1 + 2 + 0.25  # the slow stage's work, and a forward to it and a backward from it
+    ends = {event.action: event.end for event in played.events}
+    starts = {event.action: event.start for event in played.events}
+    for action, start in starts.items():
+        if action.kind == "F" and action.stage:
+            assert start >= ends[Action(action.stage - 1, "F", action.micro)] + 0.25 - 1e-9
+        if action.kind == "B" and action.stage < 3:
+            assert start >= ends[Action(action.stage + 1, "B", action.micro)] + 0.25 - 1e-9
+    for rank in range(4):
+        mine = sorted((event.start, event.end) for event in played.events if event.rank == rank)
+        assert all(second[0] >= first[1] - 1e-9 for first, second in zip(mine, mine[1:], strict=False))
+
+
+def test_stage_times_must_be_one_for_each_stage():
+    with pytest.raises(ConfigError, match="3 stage times for pipeline=2 x 2 chunks; give 4"):
+        play("interleaved-1f1b", 2, 2, 4, [StageTime(1, 2)] * 3)
+
+
+def test_lists_that_wait_for_each_other_are_refused(monkeypatch):
+    stuck = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    monkeypatch.setattr(simulate, "action_lists", lambda *_: stuck)
+    with pytest.raises(ConfigError, match="waits for itself"):
+        play("1f1b", 2, 1, 2, [StageTime(1, 2)] * 2)
