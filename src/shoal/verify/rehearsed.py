@@ -102,7 +102,7 @@ class Counting(TorchDispatchMode):
         if func in collective_ops and func not in sync_ops:
             self._count_collective(func, args, kwargs, result)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) and not tensor.is_meta:  # meta: what other stages hold
                 self.see(tensor)
         return result
 
