@@ -172,7 +172,7 @@ def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
     beat = run.enter
 
     def enter(phase: str) -> None:
-        counting.phase = phase
+        counting.enter(phase)
         beat(phase)
 
     run.enter = enter  # type: ignore[method-assign]

@@ -84,11 +84,17 @@ class Counting(TorchDispatchMode):
         self.at_peak: Mapping[str, int] = {}
         self.peak_phase = self.phase = ""
         self.collectives: dict[Collective, Sums] = {}
+        self.sent: list[Any] = []
         self.flops = 0
 
     def begin(self) -> None:
         """Forget what was counted, but for what is alive."""
         self.peak, self.at_peak, self.flops, self.collectives = 0, {}, 0, {}
+
+    def enter(self, phase: str) -> None:
+        """Another phase of the step; a schedule's sends were awaited at the end of its own."""
+        self.phase = phase
+        self.sent.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -118,6 +124,8 @@ class Counting(TorchDispatchMode):
         sums = self.collectives.setdefault(key, Sums())
         sums.count += 1
         sums.bytes += _bytes(args, result)
+        if key.kind == "send":
+            self.sent.append(args[0])  # as a real backend does, until the send is awaited
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Count a tensor's storage, once, as ``category``, or by who asks for it."""
