@@ -184,7 +184,7 @@ class _Rank:
         for number, stage in self.stages.items():
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
-        self._fullest: dict[tuple[int, bool, bool, bool], _Live] = {}
+        self._fullest: dict[tuple[int, bool, bool, bool, bool], _Live] = {}
         self._halves: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def actions(self) -> list[Action]:
@@ -211,12 +211,13 @@ class _Rank:
         begun: dict[tuple[int, int], float] = {}
         apart: dict[int, float] = {}
         sent = 0.0
+        done: set[int] = set()  # stages that were through with a backward
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
             others = sum(begun.values()) - begun.get(key, 0.0) + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
-                yield self.fullest(stage, others, action.kind == "F", action.micro)
+                yield self.fullest(stage, others, action, action.stage in done)
             elif not stage.first:
                 yield self.half(stage, others + begun[key], action.kind == "I", action.micro)
             if action.kind == "F":
@@ -225,6 +226,7 @@ class _Rank:
                 begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
                 begun.pop(key, None)
+                done.add(action.stage)
                 sent += stage.sends
             if action.kind == "W" and not stage.first and self.candidate.mesh.shard == 1:
                 apart.setdefault(action.stage, self.model.gradients_of(stage.numbers))
@@ -241,23 +243,25 @@ class _Rank:
             self._halves[key] = _Live("backward", stage.half(first), 0.0, held)
         return self._halves[key]._replace(activations=self._halves[key].activations + others)
 
-    def fullest(self, stage: _Stage, others: float, forward: bool, micro: int) -> _Live:
+    def fullest(self, stage: _Stage, others: float, action: Action, begun: bool) -> _Live:
         """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
-        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
+        forward, micro = action.kind == "F", action.micro
+        begun = begun or self.candidate.mesh.pipeline == 1
+        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
         if key not in self._fullest:
-            held = self.model.moment(stage.numbers.start, forward, micro)
+            held = self.model.moment(stage.numbers.start, forward, micro, begun)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all, default=nothing)
+            self._fullest[key] = max(self.within(stage, forward, micro, begun), key=_all, default=nothing)
         top = self._fullest[key]
         return top._replace(activations=top.activations + others)
 
-    def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
+    def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
-        before = others
+        before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
-            held = self.model.moment(number, forward, micro)
+            held = self.model.moment(number, forward, micro, begun)
             for live, gradients in stage.moments(number, forward):
                 yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
             reducing = None if forward else self.model.reducing(number, micro)
