@@ -183,7 +183,7 @@ def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
             windows = [_shaped(window, plan, counting) for _ in range(2)]  # the loader reads the next one ahead
             for tensor in [*run.model.parameters(), *run.model.buffers()]:
                 held = local(tensor.detach())
-                if isinstance(held, FakeTensor):
+                if isinstance(held, FakeTensor) and not held.is_meta:
                     counting.see(held, "parameters")
             for bucket in getattr(run.buckets, "buckets", ()):
                 counting.see(bucket.flat, "gradients")
