@@ -190,7 +190,7 @@ class _Rank:
         for number, stage in self.stages.items():
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
-        self._fullest: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
+        self._fullest: dict[tuple[int, bool, bool, bool, bool], tuple[float, _Live]] = {}
         self._halves: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
 
     def actions(self) -> list[Action]:
@@ -218,13 +218,14 @@ class _Rank:
         begun: dict[tuple[int, int], float] = {}
         apart: dict[int, float] = {}
         waiting = sent = 0.0  # waiting: the sum of begun, kept as it changes: it may have thousands
+        done: set[int] = set()  # stages that were through with a backward
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
             own = begun.get(key, 0.0)
             others = waiting - own + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
-                total, live = self.fullest(stage, action.kind == "F", action.micro)
+                total, live = self.fullest(stage, action, action.stage in done)
                 yield total + others, others, live
             elif not stage.first:
                 total, live = self.half(stage, action.kind == "I", action.micro)
@@ -235,6 +236,7 @@ class _Rank:
                 begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
                 begun.pop(key, None)
+                done.add(action.stage)
                 sent += stage.sends
             waiting += begun.get(key, 0.0) - own
             alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
@@ -254,24 +256,26 @@ class _Rank:
             self._halves[key] = _all(live), live
         return self._halves[key]
 
-    def fullest(self, stage: _Stage, forward: bool, micro: int) -> tuple[float, _Live]:
+    def fullest(self, stage: _Stage, action: Action, begun: bool) -> tuple[float, _Live]:
         """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
         worked out once."""
-        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
+        forward, micro = action.kind == "F", action.micro
+        begun = begun or self.candidate.mesh.pipeline == 1
+        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
         if key not in self._fullest:
-            held = self.model.moment(stage.numbers.start, forward, micro)
+            held = self.model.moment(stage.numbers.start, forward, micro, begun)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            live = max(self.within(stage, forward, micro), key=_all, default=nothing)
+            live = max(self.within(stage, forward, micro, begun), key=_all, default=nothing)
             self._fullest[key] = _all(live), live
         return self._fullest[key]
 
-    def within(self, stage: _Stage, forward: bool, micro: int) -> Iterator[_Live]:
+    def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
         before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
-            held = self.model.moment(number, forward, micro)
+            held = self.model.moment(number, forward, micro, begun)
             for live, gradients in stage.moments(number, forward):
                 yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
             reducing = None if forward else self.model.reducing(number, micro)
