@@ -13,9 +13,10 @@ from shoal.cluster import presets
 from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
+from shoal.plan.memory import ranks
 from shoal.plan.search import Found, Search, Waiting
 from shoal.plan.shapes import Shape, Split
-from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
+from shoal.plan.space import Core, Question, Spread, candidate, divisors, schedules, spreads
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -61,6 +62,31 @@ def everything(of: Search) -> dict[tuple[int, ...], Found]:
             if mesh not in best or cost.step_s < best[mesh].cost.step_s:
                 best[mesh] = Found(found[0], cost, found[1])
     return best
+
+
+def test_no_pipeline_holds_less_than_the_bound_that_drops_it() -> None:
+    of = search(cluster(4, node=2))
+    tight = 1.0
+    for core in of.cores():
+        if core.pipeline == 1:
+            continue
+        made = candidate(of.question, core, Spread(1, core.data, 3, core.data > 1), of.starts(core))
+        profile_of, device = of.profiles[core.tensor, core.sequence_parallel], of.cluster.device
+        held = sum(memory.total_bytes for memory in ranks(profile_of, made, device))
+        least = of.least_held(core, made.starts)
+        assert least <= held * (1 + 1e-9), core
+        tight = min(tight, 1 - least / held)
+    assert tight < 0.5  # and somewhere it says something: 0.37
+
+
+def test_ranks_are_left_out_once_those_before_are_too_full_together() -> None:
+    of = search(cluster(4, node=2))
+    core = next(core for core in of.cores() if core.pipeline == 4)
+    made = candidate(of.question, core, Spread(1, 1, 3, False), of.starts(core))
+    profile_of, device = of.profiles[core.tensor, core.sequence_parallel], of.cluster.device
+    every = ranks(profile_of, made, device)
+    assert ranks(profile_of, made, device, every[0].total_bytes * 1.01) == every[:2]
+    assert ranks(profile_of, made, device, math.inf) == every
 
 
 @pytest.mark.parametrize("memory", [80e9, 1.1e9, 0.8e9])

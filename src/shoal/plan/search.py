@@ -29,6 +29,8 @@ from shoal.plan.time import Prices
 USABLE = 0.95
 #: How often a cut that is too full is moved before the layout counts as too large.
 _MOVES = 4
+#: A core whose least is under this share of the room is taken to fit until it is priced.
+_SURELY = 0.05
 
 #: Tensor degree and sequence parallelism -> one rank's profile, or why there is none.
 Profiles = Callable[[int, bool], Profile | str]
@@ -219,8 +221,11 @@ class Search:
 
     def fits(self, core: Core, starts: tuple[int, ...]) -> bool:
         """Whether any way to hold the weights does: the one that holds least."""
-        if self.least_held(core, starts) > self.usable_bytes * core.pipeline:
+        share = self.least_held(core, starts) / (self.usable_bytes * core.pipeline)
+        if share > 1:
             return False
+        if share < _SURELY:  # should it not, its plans are priced in vain
+            return True
         spread = Spread(1, core.data, 3, core.data > 1)
         return self.fitted(core, spread, starts) is not None
 
