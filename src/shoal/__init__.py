@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.launch.prepare import prepare as prepare
     from shoal.launch.train import train as train
     from shoal.verify import verify as verify
+    from shoal.verify.rehearsal import rehearse as rehearse
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOME = {
     "load_weights": "shoal.engine.weights",
     "measure": "shoal.launch.measure",
     "prepare": "shoal.launch.prepare",
+    "rehearse": "shoal.verify.rehearsal",
     "train": "shoal.launch.train",
     "warmup_constant": "shoal.engine.lr_schedule",
     "warmup_cosine": "shoal.engine.lr_schedule",
@@ -41,6 +43,7 @@ __all__ = [
     "measure",
     "plan",
     "prepare",
+    "rehearse",
     "train",
     "verify",
     "warmup_constant",

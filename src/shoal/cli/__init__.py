@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shoal.cli import checkpoint, measure, plan, train, verify
+from shoal.cli import checkpoint, measure, plan, rehearse, train, verify
 
 app = typer.Typer(
     name="shoal",
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command("train", help=train.HELP)(train.command)
 app.command("verify", help=verify.HELP)(verify.command)
 app.command("plan", help=plan.HELP)(plan.command)
+app.command("rehearse", help=rehearse.HELP)(rehearse.command)
 app.command("measure", help=measure.HELP)(measure.command)
 app.add_typer(checkpoint.app, name="checkpoint")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from shoal.engine.resolve import resolve
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
-from shoal.engine.start import Start, begin
+from shoal.engine.start import Start, Unknown, begin
 from shoal.engine.weights import load_weights
 from shoal.job import Job
 from shoal.monitor.events import cut_back
@@ -46,10 +47,14 @@ from shoal.parallel.replicate.batchnorm import GlobalBatchNorm, globalise
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: its device, and how many restarts came before."""
+    """Where this rank stands: its device, and how many restarts came before.
+
+    ``memory``: what holds where this rank's part of the model gets its memory (fake tensors, in a rehearsal); given,
+    the model is built from shapes whatever the layout, and its weights have no values."""
 
     device: torch.device
     restart: int = 0
+    memory: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 def build(
@@ -71,8 +76,8 @@ def build(
     layout = lay_out(resolve(settings, ranks), place.device.type)
     precision = Precision(layout.plan.precision, place.device.type)
 
-    weights = _weights(job, settings) if reader is None else None
-    start, norms, optimizer, notes = _made(job, settings, precision, layout, place.device, weights)
+    weights = _weights(job, settings) if reader is None and place.memory is None else None
+    start, norms, optimizer, notes = _made(job, settings, precision, layout, place, weights)
     model = start.model
     layout = layout.of_model(model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
@@ -85,11 +90,14 @@ def build(
     source = Windows(dataset, data_settings)
     check_same_data(source)
     loaded = weights is not None or reader is not None
-    parts = spread(start, layout, place.device, lambda: _example(job, source, precision, place.device), loaded)
+    memory = place.memory or nullcontext
+    parts = spread(start, layout, place.device, lambda: _example(job, source, precision, place.device), loaded, memory)
     notes += parts.notes
     if weights is not None and layout.divides:
         notes += load_weights(model, *weights, parts.held)
-    optimizer.hold(model, parts.held)
+    with memory():
+        optimizer.hold(model, parts.held)
+        average = WeightAverage(model, settings.ema)
     total = total_steps(settings, source.windows_per_epoch)
     schedule = make_schedule(job, optimizer.optimizer, total)
     check_scaled(schedule.chosen, settings.lr_factor)
@@ -101,7 +109,7 @@ def build(
         norms=norms, trained=parts.trained, holds=parts.holds, forwards=parts.forwards, buckets=parts.gradients,
         held=parts.held,
         optimizer=optimizer, schedule=schedule, precision=precision, scaler=Scaler(layout.plan.precision == "fp16"),
-        average=WeightAverage(model, settings.ema), watch=BufferWatch(model, layout.data),
+        average=average, watch=BufferWatch(model, layout.data),
         data_settings=data_settings, windows_source=source, saver=Saver(writer),
         record=record.Record(out, rank, _sinks(settings, rank, sinks), hooks.tell), hooks=hooks, kernels=chosen,
         total_steps=total,
@@ -144,9 +152,10 @@ def _same_kernels(settings: RunSettings, device: torch.device, reader: Reader | 
     saved = reader.values.get("kernels") if reader else None
     if saved is None and settings.resume and (path := Path(settings.out) / record.RECORD).exists():
         saved = record.read_json(path).get("kernels")
-    chosen = [kernels.select(settings.kernels, device.type, saved) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(chosen, src=0)
-    agreed: dict[str, Any] = chosen[0] or {}
+    chosen: list[Any] = [None] * dist.get_world_size()
+    tells = dist.get_rank() == 0 or settings.kernels == "default"
+    dist.all_gather_object(chosen, kernels.select(settings.kernels, device.type, saved) if tells else None)
+    agreed: dict[str, Any] = chosen[0]
     torch.set_float32_matmul_precision(agreed["float32_matmul"])
     return agreed
 
@@ -167,13 +176,13 @@ class _Made(NamedTuple):
 
 
 def _made(
-    job: Job, settings: RunSettings, precision: Precision, layout: Layout, device: torch.device,
+    job: Job, settings: RunSettings, precision: Precision, layout: Layout, place: Place,
     weights: tuple[str, str] | None, whole: str | None = None,
 ) -> _Made:  # fmt: skip
     """Collective. Model and optimizer; where the layout divides the model, before it has its weights.
 
     ``whole``: why it is built whole nonetheless."""
-    start, notes = _model(job, settings, precision, layout, device, whole)
+    start, notes = _model(job, settings, precision, layout, place, whole)
     model = start.model
     if weights is not None and not layout.divides:
         notes += load_weights(model, *weights)
@@ -185,15 +194,17 @@ def _made(
         optimizer = NamedOptimizer(job.optimizer(model), model)
     if start.values is not None and optimizer.optimizer.state:
         kind = type(optimizer.optimizer).__name__
-        return _made(job, settings, precision, layout, device, weights, f"{kind} has state before its first step")
+        return _made(job, settings, precision, layout, place, weights, f"{kind} has state before its first step")
     return _Made(start, norms, optimizer, notes)
 
 
 def _model(
-    job: Job, settings: RunSettings, precision: Precision, layout: Layout, device: torch.device, whole: str | None
+    job: Job, settings: RunSettings, precision: Precision, layout: Layout, place: Place, whole: str | None
 ) -> tuple[Start, list[str]]:  # fmt: skip
-    if layout.divides:
+    if layout.divides or place.memory is not None:
         start = begin(job.model, lambda: seed_all(settings.seed), precision.default_dtype, whole)
+        if place.memory is not None:
+            start.values = Unknown()
     else:
         with precision.user_code():
             seed_all(settings.seed)
@@ -207,7 +218,7 @@ def _model(
     notes = precision.widen(model)
     if start.whole is not None:
         notes.append(f"every rank builds the whole model before it is divided: {start.whole}")
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(place.device))
     model.train()
     drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
     if drops and dist.get_world_size() > 1:

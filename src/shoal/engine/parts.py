@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,13 +46,14 @@ class Parts(NamedTuple):
 
 
 def spread(
-    start: Start, layout: Layout, device: torch.device, example: Callable[[], Example], loaded: bool = False
-) -> Parts:
+    start: Start, layout: Layout, device: torch.device, example: Callable[[], Example], loaded: bool = False,
+    memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Parts:  # fmt: skip
     """Apply the layout's techniques in order: pipeline cut, tensor, recompute, shard or replicate. Collective.
 
     Changes the model in place. ``example`` gives a micro-batch, for techniques that trace the model. Where the layout
     divides the model, that is done on shapes alone; then this rank's part gets memory, and its first values unless
-    they are ``loaded`` later.
+    they are ``loaded`` later; ``memory`` holds around that.
     """
     model, plan, mesh = start.model, layout.plan, layout.plan.mesh
     if plan.cpu_offload and mesh.shard == 1:
@@ -75,12 +77,11 @@ def spread(
     places = {plain(name): of for name, of in pipelined.places.items()} if pipelined else {}
     packed = _packed(model, divided, mesh.tensor, layout.at.tensor) if divided else {}
     held = Held(mesh, layout.rank, packed, places)
-    if layout.divides:
-        start.fill(held, elsewhere, sharded, device, loaded)
-    mine = [
-        (plain(name), param) for name, param in model.named_parameters() if param.requires_grad and not param.is_meta
-    ]
-    gradients = _gradients(mine, layout, pipelined, divided, sharded)
+    with memory():
+        if start.values is not None:
+            start.fill(held, elsewhere, sharded, device, loaded)
+        mine = [(plain(name), p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+        gradients = _gradients(mine, layout, pipelined, divided, sharded)
     forwards: Forwards = pipelined or Whole(model, gradients.start_backward, gradients.release)
     if pipelined:
         pipelined.around_schedule(gradients.start_schedule, gradients.gather, gradients.release, tensor.plain)

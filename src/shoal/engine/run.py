@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checkpoint.reader import Reader
 from shoal.core.errors import ModelError, NumericsError
@@ -81,6 +81,7 @@ class Run:
     kernels: dict[str, Any]
     total_steps: int | None
     held: Held = field(default_factory=Held)
+    read: Callable[[Tensor], list[float]] = Tensor.tolist  # how the host reads what a step sums
     step_count: int = 0
     reader_state: Any = None  # where this rank's data stood after the last step
     last_loss: float | None = None

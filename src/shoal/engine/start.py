@@ -85,6 +85,13 @@ class Start:
         self.values.give(wanted, take)
 
 
+class Unknown:
+    """Values that nobody gives: whatever the memory holds."""
+
+    def give(self, names: Iterable[str], take: Take) -> None:
+        """Nothing."""
+
+
 class _Built:
     """Values of a model that was built whole; each is given up as it is taken."""
 

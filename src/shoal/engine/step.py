@@ -86,7 +86,7 @@ def reduce(run: Run, window: Window, tally: Tally, dtype: torch.dtype | None = N
     ]
     total = torch.cat([head, squares[None], torch.tensor(told, dtype=torch.float64).to(run.device, non_blocking=True)])
     dist.all_reduce(total)
-    values = total.tolist()
+    values = run.read(total)
     if dtype is None and not math.isfinite(values[FIGURES.index("squared_norm")]):
         return reduce(run, window, tally, torch.float64)  # float32 squares may have overflowed: all ranks see it
     return values

@@ -36,7 +36,7 @@ SMALL = 1e-3
 #: Of a weight, its gradient and two moments in float32.
 STATE_BYTES = 16
 #: What another layout must gain over plain replicate to be taken: predictions err by more than a smaller gain.
-GAIN = 1.05
+GAIN = 1.2
 #: Of a run's rows, the first, which pay for warming up, are not held against the prediction.
 WARM_UP = 2
 #: A ratio that was learned stands for at most as many runs, so that a machine that changes is followed.

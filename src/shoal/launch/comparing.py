@@ -11,7 +11,7 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.launch.answer import Planned, profiles_of, question_of
 from shoal.plan import explain
-from shoal.plan.candidate import Candidate, Cost
+from shoal.plan.candidate import Candidate, Cost, States
 from shoal.plan.memory import peak
 from shoal.plan.plan import Plan
 from shoal.plan.scale import Point
@@ -27,13 +27,18 @@ def priced(planned: Planned, plan: Plan, where: str) -> Found:
         why = search.refused.get(plan.mesh.tensor, f"tensor={plan.mesh.tensor} was not looked at on this cluster")
         raise ConfigError(f"{where}: tensor={plan.mesh.tensor}: {why}; choose another degree")
     profile = search.profiles[key]
-    made = Candidate(
-        mesh=plan.mesh, micro_batch=plan.micro_batch, accumulation=plan.accumulation,
-        starts=_starts(search, plan, where), schedule=plan.schedule, chunks=plan.chunks, shard_level=plan.shard_level,
-        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cpu_offload=plan.cpu_offload,
-        precision=plan.precision, states=planned.question.states, bucket_bytes=plan.bucket_mb * 2**20,
-    )  # fmt: skip
+    made = candidate_of(plan, _starts(search, plan, where), planned.question.states)
     return Found(made, search.prices[key].price(made), peak(profile, made, planned.cluster.device))
+
+
+def candidate_of(plan: Plan, starts: tuple[int, ...], states: States) -> Candidate:
+    """A plan as it is priced. ``starts``: the first block of every stage."""
+    return Candidate(
+        mesh=plan.mesh, micro_batch=plan.micro_batch, accumulation=plan.accumulation,
+        starts=starts, schedule=plan.schedule, chunks=plan.chunks, shard_level=plan.shard_level,
+        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cpu_offload=plan.cpu_offload,
+        precision=plan.precision, states=states, bucket_bytes=plan.bucket_mb * 2**20,
+    )  # fmt: skip
 
 
 def _starts(search: Search, plan: Plan, where: str) -> tuple[int, ...]:

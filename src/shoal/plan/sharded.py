@@ -80,13 +80,17 @@ class Sharded:
                 sums[unit] = sums.get(unit, 0.0) + size(weight)
         return sums
 
-    def moment(self, number: int, forward: bool, micro: int) -> Held:
-        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step."""
+    def moment(self, number: int, forward: bool, micro: int, begun: bool = True) -> Held:
+        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step.
+
+        ``begun``: whether its stage was through with a backward before, if it could (not in a pipeline's warm-up).
+        """
         if self.shards == 1:
             return Held(0.0, self.gradients, 0.0)
         units = [unit for unit in self.whole if unit != ROOT]
         if forward:
-            return self._forward(number, units, micro)
+            held = self._forward(number, units, micro)
+            return held if begun else held._replace(gradients=0.0)
         return self._backward(number, units, micro)
 
     @property

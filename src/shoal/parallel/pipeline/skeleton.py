@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
-from shoal.blueprint.structures import mapped, stands_for_parameter, tensors
+from shoal.blueprint.structures import mapped, stands_for_parameter, tensors, with_tensors
 from shoal.core.errors import ModelError
 from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
+from shoal.parallel.shapes import Shapes
 
 
 class Event(NamedTuple):
@@ -55,7 +55,7 @@ class Skeleton:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.paths = unit_paths(model)
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = Shapes(allow_non_fake_inputs=True)
         self.twin = shapes_of(model, self.paths)
         self.names = {id(param): name for name, param in self.twin.named_parameters()}
         for path in self.paths:
@@ -193,7 +193,8 @@ class _Recorder(_Pass):
         own = {name: self.fake(t) for name, t in module.named_parameters()}
         own |= {name: self.skeleton.fake_of(t) for name, t in module.named_buffers()}
         fake_args, fake_kwargs = mapped(self.fake, args), mapped(self.fake, kwargs)
-        result = self.on_fakes(path, lambda: functional_call(module, own, fake_args, fake_kwargs))
+        with with_tensors(module, own):
+            result = self.on_fakes(path, lambda: module(*fake_args, **fake_kwargs))
         direct = [self.skeleton.names[id(p)] for p in module.parameters()]
         return self.event(f"unit {path}", self.read((args, kwargs)), direct, result, None)
 
@@ -304,9 +305,7 @@ class _Part(_Pass):
 
     def real(self, tensor: Tensor) -> Tensor:
         """The real tensor that a placeholder stands for, where it is known."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor
-        return self.known.get(self.numbers[id(tensor)], tensor)
+        return self.known.get(self.numbers.get(id(tensor), -1), tensor)
 
     def other_path(self, what: str) -> None:
         expected = self.recording.events[self.at].what if self.at < len(self.recording.events) else "the end"

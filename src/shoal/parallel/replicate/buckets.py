@@ -15,6 +15,12 @@ from shoal.core.errors import ModelError
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket starts the links early (Li et al., VLDB 2020)
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors of one size and type lie in the same place (told without addresses, which fake tensors
+    have none of)."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
 @dataclass
 class _Bucket:
     flat: Tensor
@@ -121,7 +127,7 @@ class GradientBuckets:
     def _take(self, param: Tensor, grad: Tensor) -> None:
         """The gradient's values lie in the bucket from now on."""
         view = self._view[id(param)]
-        if grad.data_ptr() != view.data_ptr():
+        if not same_memory(grad, view):
             view.copy_(grad)
             param.grad = view
         self._filled.add(id(param))

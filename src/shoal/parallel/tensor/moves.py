@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.blueprint.split import Split, local_size, spans
+from shoal.parallel.shapes import shapes_only
 
 
 class Group:
@@ -36,13 +36,13 @@ class Group:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Collective. Added up over the group, in place."""
-        if not isinstance(tensor, FakeTensor):
+        if not shapes_only(tensor):
             dist.all_reduce(tensor, group=self.ranks)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Collective. The largest over the group, in place."""
-        if not isinstance(tensor, FakeTensor):
+        if not shapes_only(tensor):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks)
         return tensor
 
@@ -51,7 +51,7 @@ class Group:
         sizes = [local_size(split, self.degree, rank) for rank in range(self.degree)]
         part = _padded(part, split.dim, max(sizes))
         every = part.new_empty((self.degree, *part.shape))
-        if not isinstance(part, FakeTensor):
+        if not shapes_only(part):
             dist.all_gather_into_tensor(every.flatten(0, 1), part, group=self.ranks)
         return assembled([p.narrow(split.dim, 0, s) for p, s in zip(every, sizes, strict=True)], split, self.degree)
 
@@ -62,7 +62,7 @@ class Group:
         longest = max(part.shape[split.dim] for part in parts)
         every = torch.stack([_padded(part, split.dim, longest) for part in parts])
         made = torch.empty_like(every[0])
-        if not isinstance(tensor, FakeTensor):
+        if not shapes_only(tensor):
             dist.reduce_scatter_tensor(made, every.flatten(0, 1), group=self.ranks)
         return made if own == made.shape else made.narrow(split.dim, 0, own[split.dim]).clone()
 

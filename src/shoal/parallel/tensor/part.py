@@ -7,6 +7,7 @@ the whole tensor is gathered and the function runs on it as on one device: slowe
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ class Part(Tensor):
             return _run(func, args, kwargs or {})
 
 
+@functools.cache
+def _part_of(kind: type[Tensor]) -> type[Part]:
+    """The class of parts of tensors of a class: one that handles operations itself (fake tensors) goes on doing so."""
+    if kind.__torch_dispatch__ is Part.__torch_dispatch__:  # type: ignore[attr-defined]
+        return Part
+    return kind if issubclass(kind, Part) else type(f"{kind.__name__}Part", (Part, kind), {})
+
+
 def _node() -> Any:
     """The backward node that runs, None outside backward."""
     return torch._C._current_autograd_node()
@@ -54,7 +63,7 @@ def _in_backward() -> int | None:
 
 def marked(tensor: Tensor, split: Split, group: Group, positions: Positions | None = None) -> Part:
     """A fresh tensor as this rank's part."""
-    tensor.__class__ = Part
+    tensor.__class__ = _part_of(type(tensor))
     tensor._split, tensor._group, tensor._made_in = split, group, _in_backward()  # type: ignore[attr-defined]
     tensor._positions = positions  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]

@@ -1,0 +1,51 @@
+"""``shoal rehearse FILE [field=value ...] (--plan | --mesh)``: one rank of any world, run here without its devices."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.flags import File, Json, Overrides, with_flags
+from shoal.cli.loading import loading
+
+HELP = "Run a step of the Job in FILE as one rank of any world, here: peak memory, collectives, FLOPs, and predictions."
+#: Settings of the run that count here.
+FLAGS: dict[str, str] = dict.fromkeys(
+    ("mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
+     "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed"), "",
+)  # fmt: skip
+
+
+def command(
+    file: File,
+    overrides: Overrides = None,
+    *,
+    rank: Annotated[int | None, typer.Option(help="which rank (default: 0)", min=0)] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="one rank of each kind (the others are like one of them), or some", metavar="distinct|R,R"),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="whose devices are meant: a preset, or a TOML file", metavar="NAME|FILE")
+    ] = None,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Run the command."""
+    with loading():
+        from shoal.core.errors import ShoalError
+        from shoal.verify.rehearsal import rehearse
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        found = rehearse(file, fields=overrides or [], rank=rank, ranks=ranks, cluster=cluster, **given)
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    found.print()
+    if as_json:
+        print(json.dumps(found.as_json()), flush=True)
+
+
+with_flags(command, FLAGS)

@@ -1,0 +1,81 @@
+"""What a plan's prediction says of one rank, in the terms in which a rehearsal counts. No process group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.blueprint.cut import cut
+from shoal.blueprint.stored import Sketch
+from shoal.cluster.facts import Device
+from shoal.cluster.presets import find
+from shoal.core.errors import ModelError
+from shoal.launch.comparing import candidate_of
+from shoal.plan.candidate import Candidate, Memory, States
+from shoal.plan.from_blueprint import profile
+from shoal.plan.memory import ranks, recomputed
+from shoal.plan.plan import Plan
+from shoal.plan.profile import Block, Profile
+from shoal.plan.ranks import rank_stages
+
+#: Memory depends on a device by its kernels and what it reserves alone: those of a CPU that reserves nothing.
+BARE_CPU = find("h100").device.model_copy(update={"kernels": "cpu", "reserved_bytes": 0})
+
+
+class Foretold(NamedTuple):
+    """Of one pipeline coordinate: its peak, a step's FLOPs, bytes of a step's collectives by mesh axis."""
+
+    memory: Memory
+    flops: float
+    traffic: dict[str, float]
+
+
+def foretell(sketch: Sketch, plan: Plan, device: Device = BARE_CPU) -> list[Foretold]:
+    """Each pipeline coordinate's. Raises ConfigError where the plan does not go with the model."""
+    if not sketch.blueprint.operations:
+        raise ModelError(f"nothing can be predicted of {sketch.name}: {'; '.join(sketch.notes)}")
+    made = profile(
+        sketch.blueprint, sketch.units, tensor=plan.mesh.tensor, sequence_parallel=plan.sequence_parallel,
+        precision=plan.precision, kernels=device.kernels, name=sketch.name,
+    )  # fmt: skip
+    cuts = plan.cuts or (cut(sketch.blueprint, sketch.units, plan.stages) if plan.stages > 1 else ())
+    paths = [block.path for block in made.blocks]
+    wide = 8 if plan.precision == "fp64" else 4
+    states = States(weight=wide, gradient=wide, optimizer=sketch.optimizer_bytes)
+    candidate = candidate_of(plan, (0, *(paths.index(unit) for unit in cuts)), states)
+    return [
+        Foretold(memory, *_work(made, candidate, place)) for place, memory in enumerate(ranks(made, candidate, device))
+    ]
+
+
+def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[str, float]]:
+    """FLOPs and traffic of a step. Gradients over replicate: every trained weight once; weights and gradients over
+    shard are not predicted here, since they depend on when a unit is gathered anew."""
+    samples = candidate.micro_batch * candidate.accumulation
+    again = recomputed(made, candidate)
+    starts = [*candidate.starts, len(made.blocks)]
+    pipeline = candidate.mesh.pipeline
+    stages = rank_stages(candidate.schedule or "gpipe", place, pipeline, candidate.chunks) if pipeline > 1 else (0,)
+    numbers = [number for stage in stages for number in range(starts[stage], starts[stage + 1])]
+    flops = sum(_flops(made.blocks[n]) + _forward(made.blocks[n]) * (n in again) for n in numbers) * samples
+    traffic = defaultdict[str, float](float)
+    for number in numbers:
+        for each in made.blocks[number].traffic:
+            times = 1 + (number in again and each.phase == "forward")
+            traffic[each.axis] += each.bytes * samples * times
+    if candidate.mesh.replicate > 1 and candidate.mesh.shard == 1:
+        traffic["replicate"] = _trained([made.blocks[n] for n in numbers]) * candidate.states.gradient
+    return flops, dict(traffic)
+
+
+def _forward(block: Block) -> float:
+    return sum(op.flops for op in block.ops)
+
+
+def _flops(block: Block) -> float:
+    return sum(op.flops * (1 + op.backward) for op in block.ops)
+
+
+def _trained(blocks: Sequence[Block]) -> int:
+    return sum({w.tie or w.name: w.numel for block in blocks for w in block.weights if w.trains}.values())

@@ -1,0 +1,162 @@
+"""One rank of any world, run here: what it holds, sends and computes, as foretold and as on real workers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from memory_runs import CASE, MICRO_BATCH, Case, measured
+from shoal.core.errors import ConfigError, LaunchError, ModelError
+from shoal.job import Loss
+from shoal.models.gpt import GPT
+from shoal.verify.rehearsed_report import Rehearsal
+from small_jobs import Rows, job
+
+
+def language(layers: int = 4, rows: int = 4096, **more):
+    """A small GPT on zeros."""
+    return job(
+        model=lambda: GPT(vocabulary=64, width=32, layers=layers, heads=2, context=16),
+        data=Rows([(torch.zeros(16, dtype=torch.long),) * 2] * rows),
+        loss=lambda output, targets: Loss(
+            F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+        ),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        **more,
+    )  # fmt: skip
+
+
+def traffic(found: Rehearsal, kind: str, axes: str, at: int = 0):
+    """(calls, bytes) of a kind of collective along some axes, of a rehearsed rank."""
+    rows = [row for row in found.ranks[at].counted.collectives if (row.kind, row.axes) == (kind, axes)]
+    return sum(row.count for row in rows), sum(row.bytes for row in rows)
+
+
+@pytest.mark.unit
+def test_the_textbook_plan_of_64_devices_runs_here():
+    found = shoal.rehearse(
+        language(layers=8), mesh="pipeline=8,replicate=4,tensor=2", schedule="1f1b", micro_batch=2, global_batch=64,
+        ranks="0,25,56",
+    )  # fmt: skip
+    assert [each.rank for each in found.ranks] == [0, 25, 56] and not dist.is_initialized()
+    for each in found.ranks:
+        assert abs(each.memory_error) < 0.03, each
+        groups = {row.axes: row.ranks for row in each.counted.collectives}
+        assert groups["pipeline"] == 8 and groups["replicate"] == 4 and groups["tensor"] == 2
+        assert groups["pipeline x replicate x tensor"] == 64, "the one sum of a step"
+    middle = 1
+    block = 8 * 2 * 2 * 16 * 32 * 4  # accumulation x micro-batch x positions x width x 4 bytes, two passes
+    assert traffic(found, "all_reduce", "tensor", middle)[1] == pytest.approx(
+        found.ranks[middle].said.traffic["tensor"]
+    )
+    sent, received = traffic(found, "send", "pipeline", middle), traffic(found, "recv", "pipeline", middle)
+    assert sent[1] == received[1] == block
+    memory = found.ranks[middle].counted.memory
+    assert memory["parameters"] == memory["gradients"]
+    assert memory["optimizer"] == 2 * memory["gradients"] + 12 * 4, "two moments of Adam, and a counter for each weight"
+    assert traffic(found, "all_reduce", "replicate", middle)[1] == found.ranks[middle].counted.memory["gradients"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("mesh", "accumulation", "more"),
+    [
+        ("replicate=2", 2, {"recompute": "full"}),
+        ("shard=2", 1, {"precision": "bf16"}),
+        ("replicate=128,shard=4,tensor=2", 1, {}),
+    ],
+)
+def test_peaks_are_as_foretold(mesh, accumulation, more):
+    data = {"replicate=2": 2, "shard=2": 2}.get(mesh, 512)
+    found = shoal.rehearse(language(), mesh=mesh, micro_batch=4, global_batch=4 * accumulation * data, **more)
+    (only,) = found.ranks
+    assert abs(only.memory_error) < 0.03, found.lines()
+    assert sum(only.counted.memory.values()) == only.counted.peak_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", ["shard=2", "pipeline=2"])
+def test_a_rehearsal_counts_what_real_workers_hold(mesh, tmp_path):
+    settings = {"mesh": mesh, "micro_batch": MICRO_BATCH, "global_batch": 2 * MICRO_BATCH}
+    settings |= {"schedule": "gpipe"} if mesh == "pipeline=2" else {}
+    real = measured(CASE, tmp_path, 2, steps=2, **settings)
+    rehearsed = shoal.rehearse(_of(CASE), ranks="0,1", predict=False, **settings)
+    for rank, each in enumerate(rehearsed.ranks):
+        assert each.counted.peak_bytes == pytest.approx(real[rank].peak, rel=0.01)
+
+
+def _of(case: Case):
+    return job(
+        model=case.model, data=Rows(case.rows), loss=case.loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    )  # fmt: skip
+
+
+@pytest.mark.unit
+def test_nothing_is_left_behind():
+    before, state = torch.get_float32_matmul_precision(), torch.get_rng_state()
+    resize, gather = torch.UntypedStorage.resize_, dist.all_gather_object
+    with pytest.raises(ConfigError, match="first micro-batch has 2 samples"):
+        shoal.rehearse(language(layers=1, rows=4), mesh="shard=2", micro_batch=4, global_batch=8, predict=False)
+    shoal.rehearse(language(layers=1), mesh="shard=2", global_batch=4, predict=False)
+    assert not dist.is_initialized() and torch.get_float32_matmul_precision() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.UntypedStorage.resize_ is resize and dist.all_gather_object is gather
+
+
+class Reads(nn.Module):
+    """Control flow that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        made = self.inner(x)
+        return made if made.sum() > 0 else -made
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda: shoal.rehearse(language(layers=1), mesh="pipeline=16", schedule="gpipe", global_batch=16),
+            ConfigError, "16 stages",
+        ),
+        (
+            lambda: shoal.rehearse(language(rows=8), mesh="replicate=4", micro_batch=4, global_batch=16, predict=False),
+            ConfigError, "the data's first micro-batch has 2 samples, and the plan's have 4; rehearse with data of",
+        ),
+        (lambda: shoal.rehearse(language(), mesh="shard=2", rank=2), ConfigError, "rank 2 is not on the mesh"),
+        (lambda: shoal.rehearse(language(), rank=0, ranks="0"), ConfigError, "--rank 0 and --ranks 0 were given"),
+        (lambda: shoal.rehearse(language(), ranks="all"), ConfigError, "--ranks 'all': it takes the word distinct"),
+        (lambda: shoal.rehearse(language(), workers=2), ConfigError, "takes no setting 'workers'; it takes mesh, plan"),
+        (
+            lambda: shoal.rehearse(
+                job(
+                    model=Reads, data=Rows([(torch.zeros(4), torch.zeros(4))] * 8),
+                    loss=lambda output, targets: Loss((output - targets).sum(), len(output)),
+                ),
+                mesh="replicate=2", global_batch=4, predict=False,
+            ),
+            ModelError, "the model, loss or optimizer reads a value .*keep values out of its control flow",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rehearsed_is_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.unit
+def test_a_process_with_a_group_of_its_own_is_refused():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(LaunchError, match="this process has one already; call rehearse.. before"):
+            shoal.rehearse(language())
+    finally:
+        dist.destroy_process_group()
