@@ -97,6 +97,7 @@ class Planned:
         if self.best:
             told += [
                 *explain.aligned(explain.table(self.best, work, self.cluster)),
+                "2 x 16 after a mesh: micro-batches a rank takes in a step x samples in each.",
                 "MFU: 3 x a forward's model FLOPs (attention in full, recompute not counted) over the matrix peak.",
                 "",
                 explain.step_text(self.best[0].cost),
