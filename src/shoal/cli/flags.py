@@ -51,5 +51,5 @@ def _flags_of(defaults: dict[str, str]) -> list[inspect.Parameter]:
 def _metavar(kind: Any) -> str:
     text = str(kind)
     if "Literal" in text:
-        return text[text.index("[") + 1 : text.index("]")].replace("'", "").replace(", ", "|")
+        return text.partition("Literal[")[2].partition("]")[0].replace("'", "").replace(", ", "|")
     return "N" if "int" in text else "X" if "float" in text else "TEXT"
