@@ -352,7 +352,7 @@ def _exit_code(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def _listening() -> Iterator[_Asked]:
-    """Count SIGINT and SIGTERM; the former handlers are back afterwards."""
+    """Count SIGINT and SIGTERM; the former handlers are back afterwards, once a request cannot come a second time."""
     asked = _Asked()
     watched = [*_SIGNALS, signal.SIGHUP, signal.SIGQUIT]  # elastic sets all four
     former = {number: signal.getsignal(number) for number in watched}
@@ -361,6 +361,8 @@ def _listening() -> Iterator[_Asked]:
     try:
         yield asked
     finally:
+        if asked.count:
+            time.sleep(max(0.0, asked.last_s + _ONE_REQUEST_S - time.monotonic()))
         for number, handler in former.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
