@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
@@ -12,7 +14,11 @@ ROOM_BYTES = 4 << 30
 
 
 def pytest_configure() -> None:
-    """In memory where there is room: a sync to disk takes milliseconds, and checkpoints make thousands."""
+    """In memory where there is room: a sync to disk takes milliseconds, and checkpoints make thousands. What users'
+    runs measured of this machine decides nothing here."""
+    cache = tempfile.mkdtemp(prefix="shoal-tests-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["XDG_CACHE_HOME"] = cache
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 

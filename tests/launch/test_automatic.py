@@ -112,6 +112,13 @@ def test_a_batch_that_does_not_fit_is_cut(tmp_path: Path, known: dict) -> None:
     assert plan.mesh == Mesh(replicate=2) and plan.accumulation > 1
 
 
+def test_a_micro_batch_that_was_asked_for_is_kept(tmp_path: Path, known: dict) -> None:
+    """Plain data parallel was taken with the micro-batch that seemed fastest, and the run then refused both."""
+    for micro_batch in (1, 2, 4):
+        decided = decide(Wide(), settings(tmp_path, micro_batch=micro_batch), 2).settings
+        assert Plan.read(str(decided.plan)).micro_batch == micro_batch == decided.micro_batch
+
+
 def test_a_slow_link_takes_another_layout_than_replicate(tmp_path: Path, known: dict) -> None:
     known["cluster"] = machine(link=2e6)
     found = decide(Wide(width=256), settings(tmp_path), 2)

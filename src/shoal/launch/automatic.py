@@ -125,7 +125,7 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
     best_s = _corrected(chosen.cost, ratios)
     why = _why(planned, chosen, plain, ratios)
     if plain is not None and _corrected(plain.cost, ratios) < GAIN * best_s:
-        chosen = plain if settings.micro_batch else _whole(planned, plain)
+        chosen = _uncut(planned, plain, settings.micro_batch) or chosen
     plan = planned.as_plan(chosen.candidate)
     parts = {name: value * ratios.get(name, 1.0) for name, value in _parts(chosen.cost).items()}
     step_s = sum(parts.values())
@@ -167,14 +167,16 @@ def _plain(planned: Planned) -> Found | None:
     return tried.found if tried else None
 
 
-def _whole(planned: Planned, plain: Found) -> Found:
-    """Plain data parallel without cutting the batch or recomputing, where that fits: which micro-batch computes fastest
-    is beyond what a quick measurement tells."""
+def _uncut(planned: Planned, plain: Found, micro_batch: int | None) -> Found | None:
+    """Plain data parallel at the micro-batch that was asked for, or without cutting the batch where that fits: which
+    one computes fastest is beyond what a quick measurement tells. None where the one asked for does not fit."""
     own, search = plain.candidate, planned.search
-    made = own._replace(micro_batch=own.micro_batch * own.accumulation, accumulation=1, recompute="none")
+    samples = own.micro_batch * own.accumulation
+    wanted = micro_batch or samples
+    made = own._replace(micro_batch=wanted, accumulation=samples // wanted, recompute="none")
     memory = peak(search.profiles[1, False], made, planned.cluster.device)
-    if memory.total_bytes > search.usable_bytes:
-        return plain
+    if samples % wanted or memory.total_bytes > search.usable_bytes:
+        return None if micro_batch else plain
     return Found(made, search.prices[1, False].price(made), memory)
 
 
