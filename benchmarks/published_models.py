@@ -2,9 +2,10 @@
 
 from shoal.plan.shapes import Experts, Latent, Mamba, Shape
 
+#: One letter per layer; of the second the public configuration names the first 60.
 NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"  # the public configuration names the first 60
-#: name fragment (lower case, letters, digits and dots) -> shape. The longest fragment that a row's model contains is taken.
+SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+#: Part of a name (lower case, letters, digits and dots) -> shape. The longest that a row's model contains is taken.
 MODELS = {
     # https://huggingface.co/internlm/internlm-7b/blob/main/config.json (vocabulary 103168)
     "internlm7b": Shape("InternLM-7B", 32, 4096, 32, 32, 11008, 103168),
@@ -45,11 +46,13 @@ MODELS = {
     "qwen3235b": Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 12288, 151936, head_dim=128,
                            experts=Experts(128, 8, 1536)),
     # https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json
-    "gptoss120b": Shape("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, head_dim=64, window=128, experts=Experts(128, 4, 2880)),
-    "gptoss20b": Shape("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, head_dim=64, window=128, experts=Experts(32, 4, 2880)),
+    "gptoss120b": Shape("gpt-oss-120b", 36, 2880, 64, 8, 2880, 201088, head_dim=64, window=128,
+                        experts=Experts(128, 4, 2880)),
+    "gptoss20b": Shape("gpt-oss-20b", 24, 2880, 64, 8, 2880, 201088, head_dim=64, window=128,
+                       experts=Experts(32, 4, 2880)),
     # https://arxiv.org/abs/2005.14165, table 2.1
     "gpt3175b": Shape("GPT-3 175B", 96, 12288, 96, 96, 49152, 51200, gated=False, learned=2048),
-    # https://github.com/NVIDIA/Megatron-LM tests/functional_tests/test_cases/nemotron (layers, widths, experts, pattern);
+    # https://github.com/NVIDIA/Megatron-LM tests/functional_tests/test_cases/nemotron (widths, experts, pattern);
     # Mamba-2 as in https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/blob/main/config.json
     "nemotron3nano": Shape("Nemotron-3-Nano", 52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=False, pattern=NANO,
                            experts=Experts(128, 6, 1856, 3712), mamba=Mamba(4096, 128, 8, 64)),

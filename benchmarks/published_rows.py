@@ -130,7 +130,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> t
     if mesh.pipeline == 1:
         chunks = 1
     made = []
-    for again in (0.0, 0.25, 0.5, 0.75, 1.0) if share is None else (share,):
+    for again in [step / 4 for step in range(found.recompute_steps + 1)] if share is None else (share,):
         for micro in (stated,) if stated else (4, 2, 1):
             accumulation = max(1, round((batch or micro * ranks) / (micro * ranks)))
             schedule, parts = schedule_of(mesh.pipeline, chunks, accumulation)
@@ -156,7 +156,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> t
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
-                    cpu_offload="offload" in row["notes"].lower() and "Offload False" not in row["notes"],
+                    cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
                 )
             )
     return tuple(made)

@@ -1,4 +1,4 @@
-"""What published training systems do apart from their plans, and which hardware a row names: all constants in one place.
+"""What published training systems do apart from their plans, and which hardware a row names: all constants.
 
 Every constant is a property of the software as it was released, with how it was found; docs/planning.md lists them with
 the errors that they leave. Nothing here depends on a file or a row.
@@ -20,7 +20,9 @@ class Skip(Exception):
 
 class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
-    pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block."""
+    pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
+    every device, beyond tensors."""
 
     name: str
     software: Software
@@ -31,12 +33,14 @@ class System(NamedTuple):
     reserved: tuple[float, float] = (1.05, 1.05)
     cuts_by_cost: bool = False
     piped_kernels: float = 0.0
+    recompute_steps: int = 4
+    workspace_bytes: float = 0.0
     first_word: tuple[str, ...] = ()
 
 
-#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: eight kernels each, most
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
 #: of them in float32.
-_EAGER = Software(activation=5, activation_kept=3, norm=18, norm_kept=2, rope=14)
+_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
 _COMPILED = Software()
 SYSTEMS = (
     System(
@@ -44,12 +48,13 @@ SYSTEMS = (
         # kernels: floor of 4.4 ms per block at tensor 2 to 8 and micro-batch 1; piped_kernels: floor of 8.5, 13, 20 ms
         # at tensor 2, 4, 8 in a pipeline; reserved: median over the memory column.
         "nanotron",
-        Software(activation=5, activation_kept=3, residual=4, kernels=310),
+        Software(activation=5, activation_kept=3, residual=4, loss_kept=14, kernels=310),
         States(2, 0, 4, 12),
         overlap_gradients=False,
         overlap_weights=False,
         bucket_bytes=0.75e9,
         reserved=(1.05, 1.2),
+        workspace_bytes=0.3 * 2**30,
         cuts_by_cost=True,
         piped_kernels=147,
         first_word=("nanotron", "ultrascale"),
@@ -62,8 +67,9 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=70, loss_kept=10), States(2, 0, 4, 12),
-           bucket_bytes=160e6, first_word=("megatron", "nemo", "nvidia")),
+    # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
+    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80), States(2, 0, 4, 12),
+           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo")),
     System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
@@ -72,11 +78,16 @@ COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2))
 
 
 def system(row) -> System:
-    """Of the names that a row's source, section and notes contain, the first; else by its sharding."""
+    """Of the names that a row's source, section and notes contain, the first; else by whether layers are divided."""
     text = " ".join((row["source"], row["section"], row["notes"])).lower()
     named = [one for one in SYSTEMS if any(word in text for word in one.first_word)]
-    found = named[0] if named else SYSTEMS[2 if row["sharding"] in ("none", "zero1") else -1]
-    return COMPILED if found.name == "fsdp" and row["compile"] == "yes" else found
+    divided = any(row[axis] not in ("", "1") for axis in ("tp", "pp", "ep"))
+    found = named[0] if named else SYSTEMS[2 if divided else -1]
+    if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
+        found = found._replace(states=States(2, 0, 2, 4))
+    if found.name == "fsdp" and row["compile"] == "yes":
+        return COMPILED._replace(states=found.states)
+    return found
 
 
 #: What a row's device is called, and its preset.
@@ -101,7 +112,7 @@ def device_name(row) -> str:
 
 @cache
 def hardware(name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int) -> Cluster:
-    """``world`` devices of a preset, ``per_node`` to a node whose network carries ``node_bytes_per_s`` (None: usual)."""
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual."""
     base = preset(f"{name}-efa" if efa and name != "gb200" else name)
     if name.startswith("gb"):
         per_node = NVL72

@@ -32,14 +32,13 @@ _HOME = {
     "warmup_cosine": "shoal.engine.lr_schedule",
     "warmup_linear": "shoal.engine.lr_schedule",
 }
-_MODULES = {"plan": "shoal.plan", "plan": "shoal.plan", "checkpoint": "shoal.checkpoint", "verify": "shoal.verify"}
+_MODULES = {"checkpoint": "shoal.checkpoint", "plan": "shoal.plan", "verify": "shoal.verify"}
 __all__ = [
     "Job",
     "Loss",
     "Run",
     "load_weights",
     "measure",
-    "plan",
     "plan",
     "prepare",
     "train",

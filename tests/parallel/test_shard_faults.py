@@ -1,6 +1,7 @@
 """Faults of sharded training that others met: what is counted, moved, reduced, refused."""
 
 import gc
+from math import prod
 
 import pytest
 import torch
@@ -29,8 +30,12 @@ from shoal.models.gpt import GPT
 from shoal.parallel.shard.apply import apply
 from shoal.parallel.shard.gradients import ShardedGradients
 from shoal.parallel.shard.pieces import local
-from shoal.parallel.shard.spec import ShardSettings, parts, promised
+from shoal.parallel.shard.spec import ShardSettings, parts
 from shoal.parallel.shard.units import own_units, parameters, shard_units
+from shoal.plan.candidate import Candidate
+from shoal.plan.mesh import Mesh
+from shoal.plan.profile import Block, Profile, Weight
+from shoal.plan.sharded import Sharded
 
 pytestmark = pytest.mark.ranks
 
@@ -141,10 +146,15 @@ def live_bytes():
     return sum(found.values())
 
 
-def promise(model, level, ranks, rank):
-    facts = parameters(model)
-    held = parts(facts, own_units(model, shard_units(model)))
-    return promised(held, ShardSettings(level=level), ranks, rank, micro_batches=4), sum(p.bytes for p in facts)
+def promise(model, level, ranks):
+    """What planning says of a rank: each unit as a block, and the root."""
+    units: dict[str, list[Weight]] = {}
+    for parameter, unit in parts(parameters(model), own_units(model, shard_units(model))):
+        made = Weight(parameter.name, prod(parameter.shape), parameter.shape[0], parameter.trains, 1, False, "")
+        units.setdefault(unit, []).append(made)
+    blocks = tuple(Block(unit, unit, bool(unit), (), (), tuple(held), 0, 0) for unit, held in units.items())
+    candidate = Candidate(Mesh(shard=ranks), 1, 4, shard_level=level)
+    return Sharded(Profile(name="gpt", blocks=blocks, model_flops=0), candidate, range(len(blocks)))
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -159,7 +169,7 @@ def test_bytes_on_a_rank_are_the_promised_ones_and_fall_with_the_ranks(level):
         ranks = dist.get_world_size()
         before = live_bytes()
         model = gpt(width=64, layers=4)
-        told, bytes_of_model = promise(model, level, ranks, rank)
+        told = promise(model, level, ranks)
         held = sharded(model, (ranks,), level=level)
         gradients, made = gradients_of(held), adamw(held.model)
         for _ in range(2):
@@ -171,18 +181,19 @@ def test_bytes_on_a_rank_are_the_promised_ones_and_fall_with_the_ranks(level):
         micros = micro_batches(rank, ranks, STEPS[0], 16 // ranks // 4)
         gradients.start_backward(False)
         token_loss(held.model(ROWS[micros[0][0]][0][None]), ROWS[micros[0][0]][1][None]).sum.backward()
-        return between, live_bytes() - before - between, told, bytes_of_model
+        return between, live_bytes() - before - between, told
 
     shares = []
     for ranks in (2, 4):
         found = run_ranks(body, ranks)
-        for between, grown, told, size in found:
-            assert abs(between - told.between_steps) < 0.02 * told.between_steps
+        for between, grown, told in found:
+            assert abs(between - told.weights - told.optimizer) < 0.02 * between
+            gathered, unsharded = sum(told.whole.values()), sum(told.made.values())
             if level == 1:  # after one of four micro-batches: whole weights, whole gradients
-                assert told.whole_gradients == size
-                assert abs(grown - told.whole_gradients - told.gathered) < 0.02 * grown
+                assert unsharded == sum(p.nbytes for p in gpt(width=64, layers=4).parameters())
+                assert abs(grown - unsharded - gathered) < 0.02 * grown
             else:
-                extra = told.gradients + (told.gathered if level == 2 else 0)
+                extra = told.gradients + (gathered if level == 2 else 0)
                 assert abs(grown - extra) < 0.02 * extra
         shares.append(max(between for between, *_ in found))
     assert abs(shares[0] / shares[1] - 2) < 0.04

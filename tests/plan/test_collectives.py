@@ -58,6 +58,8 @@ def test_a_group_over_nodes_takes_the_slower_link_and_every_hop_between_nodes():
     wide = Span(8, 4, LINK, FAR)
     by_hand = 2e-5 + 31 * 1e-5 + 100 * MB * 31 / 32 / min(5e9, 8 * 1e9)
     assert wide.seconds("all_gather", 100 * MB) == pytest.approx(by_hand)
+    few = Span(2, 4, LINK, FAR)  # two cards a node are slower than a device's own link
+    assert few.seconds("all_gather", 100 * MB) == pytest.approx(2e-5 + 7e-5 + 100 * MB * 7 / 8 / 2e9)
     alone = Span(1, 4, LINK, FAR)
     assert alone.seconds("all_gather", 100 * MB) == pytest.approx(2e-5 + 3e-5 + 100 * MB * 3 / 4 / 1e9)
 

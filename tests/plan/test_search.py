@@ -13,9 +13,9 @@ from shoal.cluster import presets
 from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
-from shoal.plan.search import Found, Search
-from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
+from shoal.plan.search import Found, Search, Waiting
 from shoal.plan.shapes import Shape, Split
+from shoal.plan.space import Core, Question, Spread, divisors, schedules, spreads
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -40,7 +40,7 @@ def cluster(world: int, memory: float = 80e9, inside: float = 300e9, between: fl
 
 def search(on: Cluster, batch: int = 8, shape: Shape = SMALL, tokens: int = 1024, most_tensor: int = 8) -> Search:
     question = Question(on.world, batch, "bf16", BF16, most_tensor)
-    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree)), on, question)
+    return Search(lambda degree, sequence: profile(shape, tokens, Split(degree, sequence)), on, question)
 
 
 def everything(of: Search) -> dict[tuple[int, ...], Found]:
@@ -124,8 +124,12 @@ def test_a_bound_is_never_above_the_price() -> None:
     of = search(cluster(4))
     for core in of.cores()[::5]:
         starts = of.starts(core)
-        cost = of.prices[core.tensor, False].price(of.fitted(core, Spread(core.data, 1, 3, False), starts)[0])
-        assert of.bound(core) <= cost.step_s * (1 + 1e-9)
+        cost = of.prices[core.tensor, core.sequence_parallel].price(
+            of.fitted(core, Spread(core.data, 1, 3, False), starts)[0]
+        )
+        each = Waiting(of.bound(core), 0, core)
+        for sharper in (each, of.cut(each), of.play(of.cut(each))):
+            assert each.bound_s <= sharper.bound_s <= cost.step_s * (1 + 1e-9)
 
 
 def test_offload_is_only_taken_where_nothing_fits_without() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.facts import Blueprint, inside
+from shoal.blueprint.facts import Blueprint
 from shoal.core.errors import ConfigError
 
 
@@ -47,9 +47,7 @@ def owners(blueprint: Blueprint, units: Sequence[str]) -> list[str | None]:
 
 def carried_bytes(blueprint: Blueprint, at: int) -> int:
     """Bytes of the values that depend on parameters, are there before operation ``at``, and are read from it on."""
-    made = {value for op in blueprint.operations[:at] for value in op.gives}
-    read = {value for op in blueprint.operations[at:] for value in op.reads} | set(blueprint.outputs)
-    return sum(blueprint.values[value].bytes for value in made & read if blueprint.values[value].of_model)
+    return blueprint.carried_bytes[at]
 
 
 def cut(blueprint: Blueprint, units: Sequence[str], stages: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shoal.core.settings import Settings
@@ -132,6 +133,26 @@ class Blueprint(Settings):
     def parameter_bytes(self, path: str = "") -> int:
         """Bytes of a module's parameters, buffers left out, tied ones once."""
         return sum(p.bytes for p in self.parameters if not p.buffer and any(inside(n, path) for n in (p.name, *p.ties)))
+
+    @cached_property
+    def carried_bytes(self) -> tuple[int, ...]:
+        """Before each operation, and at the end: bytes of the values that depend on parameters, are there already, and
+        are read from then on or given as outputs."""
+        end = len(self.operations)
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for number, operation in enumerate(self.operations):
+            for value in operation.gives:
+                made.setdefault(value, number)
+            for value in operation.reads:
+                last[value] = number
+        last |= dict.fromkeys(self.outputs, end)
+        change = [0] * (end + 2)
+        for value, number in made.items():
+            if self.values[value].of_model and last.get(value, -1) > number:
+                change[number + 1] += self.values[value].bytes
+                change[last[value] + 1] -= self.values[value].bytes
+        return tuple(accumulate(change[:-1]))
 
     @cached_property
     def parameter(self) -> dict[str, Parameter]:

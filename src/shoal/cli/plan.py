@@ -68,4 +68,4 @@ def command(
         raise SystemExit(1) from None
     if as_json:
         print(json.dumps(planned.as_json()), flush=True)
-    raise SystemExit(not planned.best)
+    raise SystemExit(0 if planned.best else 1)

@@ -21,6 +21,9 @@ from shoal.plan.untraced import states_alone
 
 #: Memory with which nothing binds, as a multiple of the device's.
 _ROOMY = 1000
+#: Of models with more operations tensor parallelism is looked at with sequence parallelism alone, where that works: it
+#: holds less, sends as much, and each way takes seconds to work out.
+MANY = 2000
 
 
 @dataclass
@@ -72,10 +75,10 @@ class Planned:
         """What binds, why the runner-up lost, why the obvious choices are not the plan, what is not known."""
         told = []
         if self.best:
-            told.append(explain.binds(self.best[0], self.free, self.cluster))
-            if len(self.best) > 1:
-                told.append(f"Runner-up: {explain.lost(self.best[0], self.best[1])}.")
-            told += [explain.obvious(self.best[0], each, self.cluster) for each in self.tried]
+            fastest, *others = self.best
+            told.append(explain.binds(fastest, self.free, self.cluster))
+            told += [f"Runner-up: {explain.lost(fastest, other)}." for other in others[:1]]
+            told += [explain.obvious(fastest, each, self.cluster) for each in self.tried]
         else:
             told += self.changes
         told += [f"tensor={degree} is not possible: {why}." for degree, why in list(self.search.refused.items())[:1]]
@@ -154,6 +157,7 @@ def question_of(sketch: Sketch, cluster: Cluster, global_batch: int | None) -> Q
     return Question(
         world=cluster.world, global_batch=global_batch or sketch.global_batch, precision=sketch.precision,
         states=States(weight=wide, gradient=wide, optimizer=sketch.optimizer_bytes),
+        thorough=len(sketch.blueprint.operations) < MANY,
         most_tensor=max(cluster.devices_per_node, LEAST_TENSOR) if sketch.blueprint.operations else 1,
     )  # fmt: skip
 

@@ -39,6 +39,10 @@ GAIN = 1.05
 WARM_UP = 2
 #: A ratio that was learned stands for at most as many runs, so that a machine that changes is followed.
 MOST_RUNS = 5
+#: A ratio beyond this says that a run was disturbed or a part was near nothing, not how fast the machine is.
+LARGEST_RATIO = 2.0
+#: Of a predicted step, a part that is a smaller share teaches nothing.
+SMALLEST_SHARE = 0.02
 #: Which parts of a predicted step a run measures together, by the name of its row.
 TOGETHER = {
     "forward_backward_s": (
@@ -221,7 +225,8 @@ def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]
     ratios = read_ratios(path)
     runs = min(MOST_RUNS, json.loads(path.read_text())["runs"] + 1 if path.exists() and ratios else 1)
     for name, value in predicted.items():
-        if value > 0 and found[name] > 0:
+        if value > SMALLEST_SHARE * sum(predicted.values()) and found[name] > 0:
             now = ratios.get(name, 1.0) * found[name] / value
+            now = min(max(now, 1 / LARGEST_RATIO), LARGEST_RATIO)
             ratios[name] = math.exp(math.log(ratios.get(name, 1.0)) * (1 - 1 / runs) + math.log(now) / runs)
     write_json(path, {"runs": runs, "ratios": ratios})

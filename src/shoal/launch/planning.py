@@ -33,7 +33,7 @@ class Extras(NamedTuple):
 def plan(
     job: Any = None,
     *,
-    fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | Sequence[str] | None = None,
     blueprint: str | None = None,
     cluster: str | Cluster | None = None,
     world: int | None = None,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.cut import carried_bytes, places
+from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
 from shoal.blueprint.kernels import on
@@ -97,10 +97,10 @@ class _Maker:
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
         paths = [place.unit for place in places(self.blueprint, units)] or [""]
-        starts: list[int] = []
-        for path in paths:
-            inner = (n for n, op in enumerate(self.blueprint.operations) if inside(op.module, path))
-            starts.append(next(inner))
+        first: dict[str | None, int] = {}
+        for number, path in enumerate(owners(self.blueprint, paths)):
+            first.setdefault(path, number)
+        starts = [first[path] for path in paths]
         ends = [*starts[1:], len(self.operations)]
         starts[0] = 0
         return [_Span(path, begin, end) for path, begin, end in zip(paths, starts, ends, strict=True)]

@@ -103,7 +103,8 @@ class Block(NamedTuple):
     repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
     way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
     of the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
-    cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept bytes are known.
+    cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
+    bytes are known.
     """
 
     path: str

@@ -37,7 +37,7 @@ def _distance(m0: float, k0: float, n0: float, m: float, k: float, n: float) -> 
 
 
 def stream_seconds(device: Device, nbytes: float) -> float:
-    """Seconds to read and write ``nbytes`` in all: between measured sizes in proportion, beyond them at the last rate."""
+    """Seconds to read and write ``nbytes`` in all: between measured sizes in proportion, beyond at the last rate."""
     if nbytes <= 0:
         return 0.0
     streams = sorted(device.streams, key=lambda one: one.bytes)

@@ -53,7 +53,7 @@ class Result(NamedTuple):
     priced: int
 
 
-class _Waiting(NamedTuple):
+class Waiting(NamedTuple):
     """A core in the queue; ``starts`` once its stages are cut, ``played`` once its schedule is."""
 
     bound_s: float
@@ -73,10 +73,12 @@ class Search:
         self.profiles: dict[tuple[int, bool], Profile] = {}
         self.refused: dict[int, str] = {}
         for degree, sequence in degrees(question):
+            if (degree, True) in self.profiles and not question.thorough:
+                continue
             made = profiles(degree, sequence)
             if isinstance(made, Profile):
                 self.profiles[degree, sequence] = made
-            else:
+            elif not sequence:
                 self.refused[degree] = made
         self.prices = {key: Prices(made, cluster) for key, made in self.profiles.items()}
         self._passes: dict[tuple, np.ndarray] = {}
@@ -94,7 +96,7 @@ class Search:
     def run(self, top: int = 5, only: Only | None = None, within: Within | None = None) -> Result:
         """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through."""
         asked_for = [core for core in self.cores() if within is None or within(core)]
-        waiting = [_Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
+        waiting = [Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
         asked, before = sum(len(list(spreads(each.core.data))) for each in waiting), self.priced
         heapq.heapify(waiting)
         best: dict[tuple, Found] = {}
@@ -141,7 +143,7 @@ class Search:
             busy = max(busy, self._bottlenecks[key][core.stages - 1])
         return core.accumulation * float(busy)
 
-    def cut(self, each: _Waiting) -> _Waiting:
+    def cut(self, each: Waiting) -> Waiting:
         """With stages, and a bound by them: a rank waits for the first micro-batch to come through the stages before
         it and, unless it has weights' gradients left to work out then, for its last one to go back."""
         core, starts = each.core, self.starts(each.core)
@@ -157,7 +159,7 @@ class Search:
         bound_s = float((core.accumulation * busy + before).max())
         return each._replace(starts=starts, bound_s=max(bound_s, each.bound_s))
 
-    def play(self, each: _Waiting) -> _Waiting:
+    def play(self, each: Waiting) -> Waiting:
         """With a bound by its schedule, which lasts as long however the weights are held."""
         made = candidate(self.question, each.core, Spread(each.core.data, 1, 3, False), each.starts)
         makespan_s = self.prices[each.core.tensor, each.core.sequence_parallel].makespan(made)

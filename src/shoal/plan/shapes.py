@@ -81,8 +81,9 @@ class Shape(NamedTuple):
 
 class Software(NamedTuple):
     """What a training system's kernels do. Tensors of (tokens, width) that are read and written in a forward: by a
-    ``norm``, by an ``activation`` (gated), by adding to the ``residual``, by rotating (``rope``), per attention score (``scores``, where
-    attention is not fused: ``flash``). ``skips``: fused attention leaves out what the causal mask hides.
+    ``norm``, by an ``activation`` (gated), by adding to the ``residual``, by rotating
+    (``rope``), per attention score (``scores``, where attention is not fused: ``flash``). ``skips``: fused attention
+    leaves out what the causal mask hides.
     ``norm_kept``, ``activation_kept``: such tensors kept for backward; ``loss_kept`` bytes per logit. ``loss_bytes``:
     moved per logit, forward and backward. ``casts``: a product's operands read and written to be cast to fp8 or fp4.
     ``grouped``: rate of experts' products over a whole product's. ``kernels``: starts per layer in a forward, in which
@@ -102,7 +103,7 @@ class Software(NamedTuple):
     rope: float = 2
     scores: float = 5
     loss_bytes: float = 16
-    loss_kept: float = 14
+    loss_kept: float = 10
     casts: float = 2
     grouped: float = 0.8
     kernels: float = 16

@@ -12,7 +12,7 @@ from shoal.plan.schedule import conflicts
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 #: Whether the engine shares out positions between tensor regions; a plan that asks for it is refused where not.
-SEQUENCE_PARALLEL = False
+SEQUENCE_PARALLEL = True
 #: Chunks of a rank that are tried with interleaved schedules.
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 #: Divided tensors are not sent over more ranks than a node holds, nor over more than these where nodes are small.
@@ -20,7 +20,8 @@ LEAST_TENSOR = 8
 
 
 class Question(NamedTuple):
-    """What is asked: ``global_batch`` samples of a step on ``world`` ranks. ``most_tensor``: the largest degree."""
+    """What is asked: ``global_batch`` samples of a step on ``world`` ranks. ``most_tensor``: the largest degree.
+    ``thorough``: tensor without sequence parallelism is tried where it works too, not only where it does not."""
 
     world: int
     global_batch: int
@@ -28,6 +29,7 @@ class Question(NamedTuple):
     states: States = States()
     most_tensor: int = LEAST_TENSOR
     bucket_bytes: float = 25 * 2**20
+    thorough: bool = True
 
 
 class Core(NamedTuple):
@@ -69,9 +71,10 @@ def _divisors(number: int) -> set[int]:
 
 
 def degrees(question: Question) -> list[tuple[int, bool]]:
-    """Tensor degrees that divide the world and are small enough, without and with sequence parallelism."""
-    found = [(degree, False) for degree in divisors(question.world) if degree <= question.most_tensor]
-    return found + [(degree, True) for degree, _ in found if degree > 1 and SEQUENCE_PARALLEL]
+    """Tensor degrees that divide the world and are small enough, each with sequence parallelism first."""
+    found = [degree for degree in divisors(question.world) if degree <= question.most_tensor]
+    both = [(degree, sequence) for degree in found for sequence in (True, False)]
+    return [(degree, sequence) for degree, sequence in both if not sequence or (degree > 1 and SEQUENCE_PARALLEL)]
 
 
 def cores(question: Question, tensors: Mapping[tuple[int, bool], int], repeated: bool = True) -> list[Core]:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from shoal.plan.candidate import Candidate
 from shoal.plan.schedule import Action
 from shoal.plan.simulate import Event
-from shoal.plan.time import Prices, Work
+from shoal.plan.time import Prices, Work, straggling
 
 COLOURS = {
     "F": "#4c78a8",
     "B": "#f58518",
     "I": "#e45756",
     "W": "#72b7b2",
+    "waiting": "#9d9da1",
     "gradients": "#b279a2",
     "optimizer": "#54a24b",
 }
@@ -25,7 +26,7 @@ WIDTH, LANE, LEFT = 1200, 26, 70
 
 
 class Span(NamedTuple):
-    """What the rank at pipeline coordinate ``rank`` does from ``start_s`` to ``end_s``; ``parts``: of it, in seconds."""
+    """What pipeline coordinate ``rank`` does from ``start_s`` to ``end_s``; ``parts``: of it, in seconds."""
 
     rank: int
     kind: str
@@ -36,16 +37,19 @@ class Span(NamedTuple):
 
 
 def spans(prices: Prices, candidate: Candidate) -> list[Span]:
-    """A step of the candidate: every action of the pipeline, then what of gradients and shards nothing hides, then
-    the optimizer; the last one ends at the step's end."""
+    """A step of the candidate: every action of the pipeline, the wait for the slowest device, what of gradients and
+    shards nothing hides, then the optimizer; the last one ends at the step's end."""
     cost, works = prices.price(candidate), prices.stages(candidate)
     found = [_action(event, works[event.action.stage]) for event in prices.played(candidate)]
     end = max(span.end_s for span in found)
+    slowest = end * straggling(candidate.world)
     sync = cost.shard_s + cost.replicate_s
     for rank in range(candidate.mesh.pipeline):
         parts = {"shard": cost.shard_s, "replicate": cost.replicate_s}
-        found.append(Span(rank, "gradients", "gradients and shards, exposed", end, end + sync, parts))
-        found.append(Span(rank, "optimizer", "optimizer", end + sync, end + sync + cost.optimizer_s, {}))
+        at = end + slowest
+        found.append(Span(rank, "waiting", "waiting for the slowest device", end, at, {}))
+        found.append(Span(rank, "gradients", "gradients and shards, exposed", at, at + sync, parts))
+        found.append(Span(rank, "optimizer", "optimizer", at + sync, at + sync + cost.optimizer_s, {}))
     return [span for span in found if span.end_s > span.start_s]
 
 

@@ -1,0 +1,242 @@
+"""``shoal plan``: what it prints, what it refuses, and that a saved blueprint needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.blueprint.facts import Kept, Storage
+from shoal.blueprint.stored import Sketch
+from shoal.core.errors import ConfigError
+from shoal.launch.answer import Planned, answer
+from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_lines, tried
+from shoal.launch.planning import Extras, find_cluster, more, plan
+from shoal.launch.sketch import sketch_of
+from shoal.plan import explain, scale
+
+pytestmark = pytest.mark.unit
+
+JOB = """
+from typing import ClassVar
+import torch, shoal
+from shoal.models.gpt import GPT
+
+class Job(shoal.Job):
+    defaults: ClassVar[dict] = {"global_batch": 16, "clip": 1.0}
+    layers: int = 4
+    reads: bool = False
+
+    def model(self):
+        model = GPT(256, 64, self.layers, 4, 32)
+        if self.reads:
+            plain = model.forward
+            def forward(ids):
+                if float(ids.float().sum()) < 0:
+                    return plain(ids * 0)
+                return plain(ids)
+            model.forward = forward
+        return model
+
+    def data(self):
+        ids = torch.arange(64 * 33).reshape(64, 33) % 256
+        return torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+
+    def loss(self, output, targets):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters())
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    (folder / "planned.py").write_text(JOB)
+    sketch_of(str(folder / "planned.py"), {}).write(folder / "blueprint.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(saved: Path) -> Planned:
+    return plan(blueprint=str(saved / "blueprint.json"), cluster="a100-80gb", world=4)
+
+
+def small(saved: Path, gib: float, world: int = 4) -> Planned:
+    """The job on devices with little memory."""
+    found = find_cluster("a100-80gb", world)
+    device = found.device.model_copy(update={"memory_bytes": int(gib * 2**30), "reserved_bytes": 0})
+    return answer(Sketch.read(saved / "blueprint.json"), found.model_copy(update={"device": device}))
+
+
+def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
+    made = sketch_of(str(saved / "planned.py"), {})
+    assert Sketch.read(saved / "blueprint.json") == made
+    read = Sketch.read(saved / "blueprint.json").blueprint
+    assert read.timeline is not None and isinstance(read.timeline.storages[0], Storage)
+    assert isinstance(next(op for op in read.operations if op.kept).kept[0], Kept)
+    assert made.optimizer_bytes == 8
+    assert made.global_batch == 16 and made.clip == 1.0 and made.dataset_samples == 64
+
+
+def test_a_saved_blueprint_is_planned_without_torch(saved: Path) -> None:
+    script = (
+        "import sys\nfrom shoal.cli import app\n"
+        "try:\n    app(['plan', '--blueprint', 'blueprint.json', '--cluster', 'h100', '--world', '8', '--json'])\n"
+        "except SystemExit as done:\n    print('status', done.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=saved, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "status 0 False", done.stderr
+    told = json.loads(done.stdout.splitlines()[-2])
+    assert told["best"][0]["plan"]["global_batch"] == 16
+    assert told["best"][0]["step_s"] == pytest.approx(sum(told["best"][0]["parts"].values()))
+
+
+def test_the_page_says_what_was_chosen_and_why(planned: Planned) -> None:
+    page = "\n".join(planned.lines())
+    for words in (
+        "planned.Job",
+        "global batch of 16",
+        "MFU",
+        "step ",
+        "memory ",
+        "binds",
+        "Runner-up",
+        "All ranks one",
+    ):
+        assert words in page
+
+
+def test_the_best_plan_is_one_that_a_run_takes(planned: Planned, saved: Path) -> None:
+    planned.plan.write(saved / "best.toml")
+    made = type(planned.plan).read(saved / "best.toml")
+    made.fits(4)
+    assert made.clip == 1.0
+
+
+def test_the_call_beside_the_command(saved: Path) -> None:
+    assert shoal.plan(blueprint=str(saved / "blueprint.json"), cluster="h100", world=2).plan.mesh.size == 2
+
+
+def test_nothing_fits_and_the_smallest_change_is_said(saved: Path) -> None:
+    found = small(saved, 0.0001)
+    assert not found.best
+    text = "\n".join(found.sentences())
+    assert "No plan fits: the least that any needs is" in text and "The smallest change that fits" in text
+    with pytest.raises(ConfigError, match="No plan fits"):
+        _ = found.plan
+
+
+def test_more_devices_are_named_where_they_would_fit(saved: Path) -> None:
+    one = small(saved, 80, world=1).best[0].memory.total_bytes
+    least = small(saved, 0.0001, world=1).search.least()
+    assert least is not None and least[1].total_bytes < one
+    found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.99, world=1)
+    assert not found.best
+    assert "devices instead of 1" in "\n".join(found.sentences())
+
+
+def test_a_model_that_cannot_be_traced_gets_layouts_that_need_no_trace(saved: Path) -> None:
+    sketch = sketch_of(str(saved / "planned.py"), {"reads": True})
+    found = answer(sketch, find_cluster("h100", 4))
+    assert {(f.candidate.mesh.pipeline, f.candidate.mesh.tensor) for f in found.best} == {(1, 1)}
+    assert "Not known: the model cannot be traced" in "\n".join(found.lines())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "give one of them"),
+        ({"blueprint": "nowhere.json", "cluster": "h100"}, "cannot be read as a blueprint"),
+        ({"blueprint": "blueprint.json", "cluster": "h1000"}, "no preset 'h1000'; did you mean"),
+        ({"blueprint": "blueprint.json", "cluster": "h100", "precision": "bf16"}, "was traced in fp32"),
+        ({"blueprint": "planned.py", "cluster": "h100"}, "is no blueprint"),
+        ({"blueprint": "old.json", "cluster": "h100"}, "of format 0, and this version reads"),
+        ({"blueprint": "blueprint.json", "cluster": "h100", "world": 12}, "ask for whole nodes"),
+    ],
+)
+def test_bad_input_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, given: dict, words: str) -> None:
+    monkeypatch.chdir(saved)
+    values = json.loads((saved / "blueprint.json").read_text())
+    (saved / "old.json").write_text(json.dumps({**values, "format": 0}))
+    with pytest.raises(ConfigError, match=words):
+        plan(**given)
+
+
+def test_no_plan_divides_a_batch_that_is_too_small(saved: Path) -> None:
+    sketch = Sketch.read(saved / "blueprint.json").model_copy(update={"global_batch": 1})
+    found = answer(sketch, find_cluster("h100", 128))
+    assert not found.best and "No plan divides: 128 ranks cannot share out" in "\n".join(found.sentences())
+
+
+def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) -> None:
+    names = []
+    for found in planned.best[:2]:
+        names.append(str(saved / f"{len(names)}.toml"))
+        planned.as_plan(found.candidate).write(names[-1])
+    text = "\n".join(compared(planned, *names))
+    assert f"{names[0]} is faster" in text and "mesh: " in text
+    wrong = planned.plan.model_copy(update={"cuts": ("nowhere",), "schedule": "1f1b"})
+    wrong = wrong.model_copy(update={"mesh": wrong.mesh.model_copy(update={"pipeline": 2, "replicate": 2, "shard": 1,
+                                                                        "tensor": 1}), "accumulation": 8,
+                                     "micro_batch": 1, "chunks": 1})  # fmt: skip
+    wrong.write(saved / "wrong.toml")
+    with pytest.raises(ConfigError, match="cut before 'nowhere', where the model has no place to cut"):
+        compared(planned, names[0], str(saved / "wrong.toml"))
+
+
+def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -> None:
+    points = scaled(planned.sketch, find_cluster("a100-80gb", None), [2, 8, 16, 32], None)
+    text = "\n".join(scale.lines(points, planned.work, planned.cluster))
+    assert "Scaling" in text and "100%" in text
+    more(planned, Extras(scale="2,8", scale_plot=str(saved / "s.html"), timeline=str(saved / "t.html")), None, {})
+    assert "<svg" in (saved / "s.html").read_text() and "<svg" in (saved / "t.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        (Extras(scale="8,x"), "give numbers of devices between commas"),
+        (Extras(scale_plot="a.html"), "without --scale"),
+        (Extras(scale="8", scale_plot="a.txt"), "is no kind of picture"),
+        (Extras(timeline="a.txt"), "end the name in .html for a picture, or in .json for a trace"),
+        (Extras(trials=2), "a saved blueprint is none"),
+    ],
+)
+def test_bad_extras_are_refused(planned: Planned, extras: Extras, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        more(planned, extras, None, {})
+
+
+def test_the_cost_of_a_billion_tokens_is_devices_times_time(planned: Planned) -> None:
+    rate = explain.rates(planned.best[0].candidate, planned.best[0].cost.step_s, planned.work).tokens_per_s
+    expected = 1e9 / rate / 3600 * 4 * 2.5
+    first, epoch = cost_lines(planned, 2.5)
+    assert f"{expected:,.2f} per billion tokens" in first
+    assert "epoch of 64 samples" in epoch
+
+
+def test_trials_correct_the_plans_that_were_not_run(planned: Planned) -> None:
+    """The first turns out three times as slow as predicted in its compute: all others are corrected by that."""
+    together = {"forward_backward_s": ("compute_s", "rest_s", "bubble_s", "pipeline_s", "tensor_s", "shard_s"),
+                "sync_exposed_s": ("replicate_s",), "optimizer_s": ("optimizer_s",)}  # fmt: skip
+    ran = []
+
+    def run(made):
+        ran.append(made)
+        cost = planned.best[len(ran) - 1].cost
+        factor = 3.0 if len(ran) == 1 else 1.0
+        parts = {name: factor * sum(getattr(cost, part) for part in of) for name, of in together.items()}
+        return {**parts, "step_s": sum(parts.values())}
+
+    trials, ranked = tried(planned, 1, run, together)
+    assert len(trials) == len(ran) == 1 and isinstance(trials[0], Trial)
+    believed = {id(found): step for found, step in ranked}
+    for found in planned.best:
+        assert believed[id(found)] == pytest.approx(3 * found.cost.step_s, rel=0.05)
+    assert "ranked anew" in "\n".join(trial_lines(trials, ranked))

@@ -1,0 +1,51 @@
+"""Memory in closed form: states by shard level as in the ZeRO paper, activations in flight, recomputation."""
+
+import pytest
+
+from shoal.cluster.presets import preset
+from shoal.plan.candidate import Candidate, States
+from shoal.plan.closed import closed_peak, closed_ranks
+from shoal.plan.mesh import Mesh
+from shoal.plan.shapes import Shape
+from shoal.plan.transformer import profile
+
+pytestmark = pytest.mark.unit
+DEVICE = preset("a100").device
+GPT = Shape("GPT", 16, 2048, 16, 16, 8192, 50304, gated=False)
+MADE = profile(GPT, 2048)
+STATES = States(2, 0, 2, 12)
+N = MADE.parameters
+
+
+def states(memory):
+    return memory.weights + memory.gradients + memory.optimizer
+
+
+@pytest.mark.parametrize(
+    ("level", "by_hand"), [(1, 2 + 2 + 12 / 8), (2, 2 + (2 + 12) / 8), (3, 16 / 8)], ids=["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+)
+def test_states_by_shard_level(level, by_hand):
+    """Rajbhandari et al., https://arxiv.org/abs/1910.02054, figure 1."""
+    one = closed_peak(MADE, Candidate(Mesh(shard=8), 1, 1, shard_level=level, states=STATES), DEVICE)
+    assert states(one) == pytest.approx(by_hand * N)
+    alone = closed_peak(MADE, Candidate(Mesh(replicate=8), 1, 1, states=STATES), DEVICE)
+    assert states(alone) == pytest.approx(16 * N)
+
+
+def test_earlier_stages_hold_more_micro_batches_and_the_last_the_logits():
+    plan = Candidate(Mesh(pipeline=4), 2, 8, (0, 5, 9, 13), "1f1b", states=STATES)
+    first, second, third, last = closed_ranks(MADE, plan, DEVICE)
+    assert second.activations == pytest.approx(3 * last.activations)
+    assert third.activations == pytest.approx(2 * last.activations)
+    assert first.logits == 0 and last.logits > 2 * 2048 * 50304 * 4
+    assert last.overhead == DEVICE.reserved_bytes
+
+
+def test_recomputed_blocks_keep_their_input_alone_and_one_is_whole_for_a_moment():
+    none = closed_peak(MADE, Candidate(Mesh(), 1, 1, states=STATES), DEVICE).activations
+    full = closed_peak(MADE, Candidate(Mesh(), 1, 1, recompute="full", states=STATES), DEVICE).activations
+    half = closed_peak(MADE, Candidate(Mesh(), 1, 1, recompute="full", keep=0.5, states=STATES), DEVICE).activations
+    block = sum(op.kept_bytes for op in MADE.blocks[1].ops)
+    assert none == pytest.approx(16 * block, rel=1e-3)
+    assert full == pytest.approx(16 * 2 * 2048 * 2048 + block, rel=1e-3)
+    assert half == pytest.approx((none + full - block) / 2 + block, rel=1e-3)

@@ -1,0 +1,195 @@
+"""A step's price: by hand where a hand can, what hides behind what, and that the parts add up."""
+
+import time
+
+import pytest
+
+from shoal.cluster.facts import Cluster, Device, Link, Product, Stream
+from shoal.core.errors import ConfigError
+from shoal.plan.candidate import Candidate, States
+from shoal.plan.mesh import Mesh
+from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
+from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
+from shoal.plan.shapes import Shape, Split
+from shoal.plan.time import Prices, exposed, price, straggling
+from shoal.plan.transformer import profile
+
+pytestmark = pytest.mark.unit
+DEVICE = Device(
+    name="d", memory_bytes=80 * 10**9, flops_per_s={"bf16": 1e14, "fp8": 2e14}, matmul_share=0.5, attention_share=0.25,
+    memory_bytes_per_s=1e12, memory_share=0.5, launch_s=1e-5,
+)  # fmt: skip
+NEAR = Link(bytes_per_s=100e9)
+FAR = Link(bytes_per_s=10e9)
+CLUSTER = Cluster(name="c", device=DEVICE, devices_per_node=8, nodes=8, inside=NEAR, between=FAR)
+GPT = Shape("gpt", 8, 1024, 16, 16, 4096, 32000, gated=False)
+
+
+def op(flops=0.0, moved=0.0, launches=0.0, kind="matmul", backward=2.0):
+    return Op("op", kind, 1e6, 1e6, 1e6, flops, moved, 0.0, 0.0, backward, launches)
+
+
+def block(path, *ops, numel=0, traffic=(), waits=0.0, carried=0.0):
+    weights = (Weight(f"{path}.w", numel, 1, True, 1, False, ""),) if numel else ()
+    return Block(path, path, True, ops, traffic, weights, carried, 0.0, waits=waits)
+
+
+def model(*blocks):
+    return Profile(name="m", precision="bf16", blocks=blocks, model_flops=1.0)
+
+
+def lone(mesh=None, **values):
+    return Candidate(mesh or Mesh(), values.pop("micro_batch", 1), values.pop("accumulation", 1), **values)
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_and_memory():
+    assert op_seconds(op(flops=5e12), 2, DEVICE, "bf16") == pytest.approx((0.2, 0.4))
+    assert op_seconds(op(flops=5e12, moved=5e11), 1, DEVICE, "bf16") == pytest.approx((1.0, 2.0))
+    assert op_seconds(op(flops=5e12, kind="attention"), 1, DEVICE, "bf16") == pytest.approx((0.2, 0.4))
+    assert op_seconds(op(moved=5e11, kind="memory", backward=1.5), 1, DEVICE, "bf16") == pytest.approx((1.0, 1.5))
+
+
+def test_small_products_reach_less_of_the_peak_and_more_so_in_a_faster_precision():
+    half = DEVICE.model_copy(update={"matmul_half": 100})
+    assert product_flops_per_s(half, "bf16", 100, 1e12, 1e12) == pytest.approx(0.25e14)
+    assert product_flops_per_s(half, "fp8", 200, 1e12, 1e12) == pytest.approx(0.5e14)
+
+
+def test_measured_operations_go_before_constants():
+    products = [Product(precision="bf16", m=64, k=64, n=64, seconds=1e-3)]
+    products.append(Product(precision="bf16", m=4096, k=64, n=64, seconds=1e-3))
+    streams = (Stream(bytes=1e6, seconds=1e-3), Stream(bytes=3e6, seconds=2e-3))
+    known = DEVICE.model_copy(update={"products": tuple(products), "streams": streams})
+    rates = [product_flops_per_s(known, "bf16", m, 64, 64) for m in (64, 512, 4096)]
+    assert rates[0] == pytest.approx(2 * 64**3 / 1e-3, rel=1e-4)
+    assert rates[1] == pytest.approx((rates[0] * rates[2]) ** 0.5, rel=1e-4)
+    assert product_flops_per_s(known, "fp8", 64, 64, 64) == product_flops_per_s(DEVICE, "fp8", 64, 64, 64)
+    assert [stream_seconds(known, nbytes) for nbytes in (5e5, 2e6, 6e6)] == pytest.approx([5e-4, 1.5e-3, 4e-3])
+
+
+def test_the_device_waits_for_a_slower_host_and_for_one_that_had_to_wait():
+    slow = price(model(block("b", op(flops=5e11, launches=3000))), lone(), CLUSTER)
+    assert (slow.compute_s, slow.rest_s) == pytest.approx((0.03, 0.03 - 0.01 + 0.03 - 0.02))
+    waits = price(model(block("b", op(flops=5e13, launches=3000), waits=100)), lone(), CLUSTER)
+    assert waits.rest_s == pytest.approx(2 * 100 * 1e-5)
+
+
+def test_tensor_collectives_are_exposed_and_repeated_where_blocks_are_recomputed():
+    traffic = (Traffic("tensor", "all_reduce", "forward", 8e9), Traffic("tensor", "all_reduce", "backward", 8e9))
+    made = model(block("b", op(flops=5e13), traffic=traffic))
+    once = 2 * 8e9 * 7 / 8 / 100e9
+    cost = price(made, lone(Mesh(tensor=8), accumulation=3), CLUSTER)
+    assert cost.tensor_s == pytest.approx(3 * 2 * once)
+    again = price(made, lone(Mesh(tensor=8), accumulation=3, recompute="full"), CLUSTER)
+    assert again.tensor_s == pytest.approx(3 * 3 * once)
+    assert again.compute_s == pytest.approx(cost.compute_s * 4 / 3)
+
+
+def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket():
+    made = model(block("b", op(flops=5e13), numel=10**9))
+    states = States(2, 0, 4, 12)
+    one = 2 * 4e9 * 7 / 8 / 100e9  # 0.07 s, behind 2 s of backward
+    hidden = price(made, lone(Mesh(replicate=8), states=states, bucket_bytes=1e9), CLUSTER)
+    assert hidden.replicate_s == pytest.approx(one / 4)
+    bare = price(made, lone(Mesh(replicate=8), states=states, overlap_gradients=False), CLUSTER)
+    assert bare.replicate_s == pytest.approx(one, rel=1e-3)
+
+
+def test_a_sharded_optimizer_gathers_weights_and_behind_the_next_forward_only_if_told_so():
+    made = model(block("b", op(flops=5e13), numel=10**9))
+    candidate = lone(Mesh(shard=8), states=States(2, 0, 4, 12), shard_level=1, bucket_bytes=1e9)
+    scatter, gather = 4e9 * 7 / 8 / 100e9, 2e9 * 7 / 8 / 100e9
+    assert price(made, candidate, CLUSTER).shard_s == pytest.approx(scatter / 4 + gather)
+    assert price(made, candidate._replace(overlap_weights=True), CLUSTER).shard_s == pytest.approx(scatter / 4)
+
+
+def test_shards_are_gathered_one_block_ahead_on_one_link():
+    """Five blocks of 1 s forward and 2 s backward; a gather takes 1.5 s and a scatter 3 s on the link."""
+    blocks = [block(f"{n}", op(flops=5e13), numel=10**9) for n in range(5)]
+    states = States(4, 0, 8, 0)
+    slow = CLUSTER.model_copy(update={"inside": Link(bytes_per_s=4e9 * 0.75 / 1.5)})
+    cost = price(model(*blocks), lone(Mesh(shard=4), states=states, shard_level=3), slow)
+    gather, scatter, forward, backward = 1.5, 3.0, 1.0, 2.0
+    waits = 4 * (gather - forward) + 4 * (gather + scatter - backward)
+    assert cost.shard_s == pytest.approx(gather + gather + waits + scatter)
+
+
+def test_two_at_a_time_slow_each_other_down():
+    assert exposed(3.0, 5.0, 1.0) == 0.0
+    assert exposed(3.0, 5.0, 1.2) == pytest.approx(0.6)
+    assert exposed(3.0, 2.0, 1.2, tail=0.5) == pytest.approx(1.0 + 0.4)
+    assert exposed(3.0, 5.0, 2.0) == 3.0  # nothing is won where each waits for the other
+    assert exposed(3.0, 5.0, 1.2, overlaps=False) == 3.0
+
+
+def test_more_devices_wait_longer_for_the_slowest_from_a_node_on():
+    assert straggling(1) == straggling(8) == 0
+    assert straggling(512) == pytest.approx(0.04 * ((2 * 9 * 0.693147) ** 0.5 - (2 * 3 * 0.693147) ** 0.5), rel=1e-5)
+    made = model(block("b", op(flops=5e13)))
+    cost = price(made, lone(Mesh(replicate=64)), CLUSTER)
+    assert cost.rest_s == pytest.approx(3.0 * straggling(64))
+
+
+def candidates(mesh_values):
+    for values in mesh_values:
+        mesh = Mesh(**values)
+        starts = (0, *(1 + 8 * n // mesh.pipeline for n in range(1, mesh.pipeline)))
+        for recompute in ("none", "selective", "full"):
+            yield Candidate(mesh, 2, 8, starts, "1f1b" if mesh.pipeline > 1 else None, recompute=recompute,
+                            precision="bf16", states=States(2, 0, 4, 12), shard_level=1)  # fmt: skip
+
+
+MESHES = [
+    {"pipeline": p, "replicate": r, "shard": s, "tensor": 2}
+    for p, r, s in ((1, 8, 4), (2, 1, 16), (4, 8, 1), (8, 2, 2), (1, 1, 32))
+]
+
+
+def test_parts_add_up_and_no_part_is_negative():
+    prices = Prices(profile(GPT, 512, Split(tensor=2)), CLUSTER)
+    for candidate in candidates(MESHES):
+        cost = prices.price(candidate)
+        assert cost.step_s == pytest.approx(sum(cost))
+        assert min(cost) >= -1e-12
+        works = prices.stages(candidate)
+        assert cost.step_s >= 8 * max(work.total for work in works)
+
+
+def test_the_closed_form_is_near_the_played_pipeline_and_never_far_below():
+    prices = Prices(profile(GPT, 512, Split(tensor=2)), CLUSTER)
+    for candidate in candidates(MESHES):
+        exact, near = prices.price(candidate).step_s, prices.price(candidate, exact=False).step_s
+        assert near == pytest.approx(exact, rel=0.12)
+
+
+def test_less_bandwidth_never_makes_a_step_faster_nor_tensor_more_attractive():
+    slow = CLUSTER.model_copy(update={"inside": Link(bytes_per_s=10e9), "between": Link(bytes_per_s=1e9)})
+    ratios = []
+    for cluster in (CLUSTER, slow):
+        wide = price(profile(GPT, 512, Split(tensor=8)), lone(Mesh(tensor=8), accumulation=64), cluster).step_s
+        data = price(profile(GPT, 512), lone(Mesh(replicate=8), accumulation=8), cluster).step_s
+        ratios.append(wide / data)
+    assert ratios[1] >= ratios[0]
+    for candidate in candidates(MESHES):
+        made = profile(GPT, 512, Split(tensor=2))
+        assert price(made, candidate, slow).step_s >= price(made, candidate, CLUSTER).step_s
+
+
+def test_a_thousand_plans_take_little_time():
+    """At least 10,000 a second on a core of its own; the bound leaves room for busy machines."""
+    prices = Prices(profile(GPT, 512, Split(tensor=2)), CLUSTER)
+    many = list(candidates(MESHES)) * 70
+    begun = time.process_time()
+    for candidate in many:
+        prices.price(candidate, exact=False)
+    assert len(many) / (time.process_time() - begun) > 2000
+
+
+def test_a_pipeline_without_a_schedule_and_a_precision_without_a_peak_are_refused():
+    made = profile(GPT, 512)
+    with pytest.raises(ConfigError, match="pipeline=2 and no schedule; name one"):
+        price(made, lone(Mesh(pipeline=2), starts=(0, 5)), CLUSTER)
+    with pytest.raises(
+        ConfigError, match="d has no peak in fp32, in which the model computes.*add device.flops_per_s.fp32"
+    ):
+        price(profile(GPT, 512, precision="fp32"), lone(), CLUSTER)
