@@ -1,4 +1,4 @@
-"""Measures the machines of the process group that is there: the only module of ``cluster`` that imports torch.
+"""Measures the machines of the process group that is there. Only this and ``operations.py`` of ``cluster`` import torch.
 
 Compute and memory are measured with every rank busy, since ranks of one machine share its memory, caches and power.
 A collective is measured in all groups of its size at once, as a training step runs it.
@@ -16,10 +16,9 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from shoal.cluster import machine
-from shoal.cluster.facts import Cluster, Collective, Device, Fit, Link, Product, Stream
+from shoal.cluster import machine, operations
+from shoal.cluster.facts import Cluster, Collective, Device, Fit, Function, Link, Product, Stream
 from shoal.cluster.fit import half_and_rates, line
 from shoal.cluster.grid import Grid
 from shoal.core.errors import ConfigError
@@ -29,8 +28,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
 ADAMW_BYTES = 28
-#: Parts of the budget: products, element-wise operations by size, each of seven small ones, all links.
-PRODUCTS, STREAMS, SMALL, LINKS = 0.25, 0.05, 0.03, 0.49
+#: Parts of the budget: products, element-wise operations by size, functions, each of seven small ones, all links.
+PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.49
 _CHAIN = 64
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
@@ -147,12 +146,10 @@ class Bench:
     # -- one device
 
     def product(self, precision: str, shape: tuple[int, int, int], budget_s: float) -> Product:
-        """A linear layer's forward, as torch calls it: x (m, k), w (n, k)."""
+        """A third of a linear layer's forward and backward, as torch calls it: x (m, k), w (n, k)."""
         m, k, n = shape
-        x = torch.randn(m, k, device=self.place).to(DTYPES[precision])
-        w = torch.randn(n, k, device=self.place).to(DTYPES[precision])
-        seconds = self.mean(self.seconds(lambda: F.linear(x, w), budget_s))
-        return Product(precision=precision, m=m, k=k, n=n, seconds=seconds)
+        call = operations.product(self.place, DTYPES[precision], shape)
+        return Product(precision=precision, m=m, k=k, n=n, seconds=self.mean(self.seconds(call, budget_s)) / 3)
 
     def products(self) -> tuple[Product, ...]:
         """Every shape in the main precision, and the corners in the others."""
@@ -166,10 +163,19 @@ class Bench:
         return tuple(found)
 
     def stream(self, nbytes: int, budget_s: float, fresh: bool) -> float:
-        """Seconds of z = x * y in float32, which moves ``nbytes``; ``fresh``: z is allocated, as in training."""
-        x = torch.rand(nbytes // 12, device=self.place)
-        y, z = torch.rand_like(x), torch.rand_like(x)
-        return self.mean(self.seconds((lambda: x * y) if fresh else (lambda: torch.mul(x, y, out=z)), budget_s))
+        """Seconds of a product of two vectors that moves ``nbytes``; ``fresh``: as in training."""
+        return self.mean(self.seconds(operations.stream(self.place, nbytes, fresh), budget_s))
+
+    def functions(self) -> tuple[Function, ...]:
+        """Every element-wise function, forward and backward."""
+        found = []
+        for name in operations.FUNCTIONS:
+            budget_s = self.next(FUNCTIONS / len(operations.FUNCTIONS), f"{name}")
+            forward, both, nbytes = operations.function(self.place, name, self.grid.function)
+            forward_s = self.mean(self.seconds(forward, budget_s / 2))
+            backward_s = max(0.0, self.mean(self.seconds(both, budget_s / 2)) - forward_s)
+            found.append(Function(name=name, bytes=nbytes, forward_s=forward_s, backward_s=backward_s))
+        return tuple(found)
 
     def launch(self, budget_s: float) -> float:
         """Seconds per operation of a chain of modules on a few numbers, forward and backward."""
@@ -177,13 +183,17 @@ class Bench:
         x = torch.rand(4, device=self.place, requires_grad=True)
         return self.mean(self.seconds(lambda: chain(x).sum().backward(), budget_s)) / (2 * _CHAIN)
 
-    def attention(self, precision: str, budget_s: float) -> float:
-        """FLOP/s of causal attention forward and backward, counted in full: 4 B H T T D forward, twice that back."""
-        b, h, t, d = self.grid.attention
-        q, k, v = (torch.randn(b, h, t, d, device=self.place).to(DTYPES[precision]).requires_grad_() for _ in range(3))
-        back = torch.ones_like(q)
-        call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(back)  # noqa: E731
-        return 12.0 * b * h * t * t * d / self.mean(self.seconds(call, budget_s))
+    def attentions(self, precision: str) -> tuple[Product, ...]:
+        """Causal attention by shape: m queries of all heads, k wide, n keys; a third of forward and backward, whose
+        FLOPs are 4 m k n forward, counted in full, and twice that back."""
+        found, shapes = [], self.grid.attentions
+        for shape in shapes:
+            b, h, t, d = shape
+            budget_s = self.next(SMALL / len(shapes), f"attention, {t} positions of width {d}")
+            call = operations.attention(self.place, DTYPES[precision], shape)
+            seconds = self.mean(self.seconds(call, budget_s)) / 3 / 2
+            found.append(Product(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds))
+        return tuple(found)
 
     def optimizer(self, budget_s: float) -> float:
         """Bytes per second of a fused AdamW step on 16 tensors."""
@@ -336,7 +346,7 @@ def _device(bench: Bench) -> dict[str, Any]:
         name: max(rate, max(p.flops_per_s for p in products if p.precision == name)) for name, rate in rates.items()
     }
     main = grid.main_precision
-    attention = bench.attention(main, bench.next(SMALL, "attention"))
+    attentions = bench.attentions(main)
     optimizer = bench.optimizer(bench.next(SMALL, "optimizer"))
     return {
         "name": torch.cuda.get_device_name(place) if place.type == "cuda" else machine.processor(),
@@ -344,13 +354,15 @@ def _device(bench: Bench) -> dict[str, Any]:
         "flops_per_s": peaks,
         "matmul_share": min(1.0, rates[main] / peaks[main]),
         "matmul_half": half,
-        "attention_share": min(1.0, attention / peaks[main]),
+        "attention_share": min(1.0, max(one.flops_per_s for one in attentions) / peaks[main]),
         "memory_bytes_per_s": bandwidth,
         "memory_share": min(1.0, whole / streams[-1].seconds / bandwidth),
         "launch_s": launch,
         "host_bytes_per_s": bench.host(whole, bench.next(SMALL, "copies to the host")),
         "optimizer_bytes_per_s": optimizer,
         "products": products,
+        "attentions": attentions,
+        "functions": bench.functions(),
         "streams": tuple(streams),
     }
 
