@@ -40,8 +40,9 @@ class Job(shoal.Job):
             known = AutoConfig.from_pretrained(self.weights, local_files_only=True, use_cache=False)
             return AutoModelForCausalLM.from_config(known)
         sizes = {
-            "vocab_size": self.vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers, "use_cache": False,
-            "num_attention_heads": self.heads, "max_position_embeddings": self.context, "tie_word_embeddings": False,
+            "vocab_size": self.vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
+            "use_cache": False, "num_attention_heads": self.heads,
+            "max_position_embeddings": self.context, "tie_word_embeddings": False,
             "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         }  # fmt: skip
         known = AutoConfig.for_model(self.family)
