@@ -23,12 +23,14 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -51,6 +53,7 @@ from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.launch.answer import Planned, profiles_of, question_of
 from shoal.launch.sketch import sketch_apart
+from shoal.launch.worker import die_with_parent
 from shoal.models.gpt import GPT
 from shoal.models.vit import ViT
 from shoal.plan.candidate import Candidate, Cost
@@ -165,6 +168,8 @@ def candidates(search: Search) -> Iterator[Candidate]:
 
 
 def _wanted(core: Core, world: int) -> bool:
+    if core.sequence_parallel and core.tensor < world:
+        return False
     if core.pipeline == 1:
         return core.accumulation == 1
     wanted = SCHEDULES[core.pipeline, world // core.pipeline]
@@ -182,6 +187,7 @@ def told(made: Candidate) -> dict[str, Any]:
         "mesh": {name: degree for name, degree in made.mesh.degrees.items() if degree > 1},
         "micro_batch": made.micro_batch, "accumulation": made.accumulation, "starts": list(made.starts),
         "schedule": made.schedule, "chunks": made.chunks, "shard_level": made.shard_level,
+        "sequence_parallel": made.sequence_parallel,
     }  # fmt: skip
 
 
@@ -215,13 +221,17 @@ class Host(NamedTuple):
         return self.rank % (self.world // self.nodes)
 
 
-def work(host: Host, pipe: Any, folder: Path) -> None:
+def work(host: Host, pipe: Any, folder: Path, launcher: int) -> None:
     """Answer questions until told to end."""
     try:
+        die_with_parent(launcher)
+        warnings.simplefilter("ignore", FutureWarning)
         torch.set_num_threads(1)
         if host.namespace is not None:
             _enter(host.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = host.interface
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder / 'meet'}", rank=host.rank, world_size=host.world,
             timeout=timedelta(seconds=TIMEOUT_S),
@@ -314,7 +324,7 @@ class Workers:
         context = multiprocessing.get_context("fork")
         self.pipes, ends = zip(*(context.Pipe() for _ in self.hosts), strict=True)
         self.processes = [
-            context.Process(target=work, args=(host, end, Path(self.folder.name)), daemon=True)
+            context.Process(target=work, args=(host, end, Path(self.folder.name), os.getpid()), daemon=True)
             for host, end in zip(self.hosts, ends, strict=True)
         ]
         for process in self.processes:
@@ -463,7 +473,8 @@ def label(plan: dict[str, Any]) -> str:
     """A plan in a few words."""
     mesh = ",".join(f"{name}={degree}" for name, degree in plan["mesh"].items())
     more = f" {plan['schedule']}" + (f" x{plan['chunks']}" if plan["chunks"] > 1 else "") if plan["schedule"] else ""
-    return mesh + more + (f" level {plan['shard_level']}" if plan["shard_level"] < 3 else "")
+    more += f" level {plan['shard_level']}" if plan["shard_level"] < 3 else ""
+    return mesh + more + (" sequence-parallel" if plan["sequence_parallel"] else "")
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -542,6 +553,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure or read, predict, compare."""
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # namespaces go on the way out
     raw = json.loads(Path(args.source).read_text()) if args.source else measured(args)
     if args.raw:
         Path(args.raw).write_text(json.dumps(raw))

@@ -66,6 +66,9 @@ class Device(Settings):
     overlap_slowdown: float = Field(
         default=1.0, ge=1, description="factor on compute while a collective runs beside it"
     )
+    sharing: float = Field(
+        default=1.0, ge=1, description="ranks that take turns on one processor: so much faster is one while others wait"
+    )
     optimizer_bytes_per_s: float | None = Field(
         default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
     )

@@ -1,4 +1,4 @@
-"""Measures the machines of the process group that is there. Only this and ``operations.py`` of ``cluster`` import torch.
+"""Measures the machines of the process group that is there. Of ``cluster`` only this and operations.py import torch.
 
 Compute and memory are measured with every rank busy, since ranks of one machine share its memory, caches and power.
 A collective is measured in all groups of its size at once, as a training step runs it.
@@ -28,9 +28,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
 ADAMW_BYTES = 28
-#: Parts of the budget: products, element-wise operations by size, functions, each of seven small ones, all links.
-PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.49
-_CHAIN = 64
+#: Parts of the budget: products, element-wise operations by size, functions, each of eight small ones, all links.
+PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.46
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
 
@@ -178,10 +177,17 @@ class Bench:
         return tuple(found)
 
     def launch(self, budget_s: float) -> float:
-        """Seconds per operation of a chain of modules on a few numbers, forward and backward."""
-        chain = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(_CHAIN))).to(self.place)
-        x = torch.rand(4, device=self.place, requires_grad=True)
-        return self.mean(self.seconds(lambda: chain(x).sum().backward(), budget_s)) / (2 * _CHAIN)
+        """Seconds per kernel of a chain of blocks on a few numbers, forward and backward."""
+        call, kernels = operations.chain(self.place)
+        return self.mean(self.seconds(call, budget_s)) / (2 * kernels)
+
+    def sharing(self, budget_s: float) -> float:
+        """How many times faster a rank's products are while the others of the world wait, at least 1."""
+        shape = self.grid.products[-1]
+        call = operations.product(self.place, DTYPES[self.grid.main_precision], shape)
+        together = self.mean(self.seconds(call, budget_s / 2))
+        alone = self.largest(self.seconds(None if self.rank else call, budget_s / 2))
+        return max(1.0, together / alone)
 
     def attentions(self, precision: str) -> tuple[Product, ...]:
         """Causal attention by shape: m queries of all heads, k wide, n keys; a third of forward and backward, whose
@@ -215,17 +221,18 @@ class Bench:
     def link(self, where: str, sizes: range, stride: int, part: float) -> Link:
         """Every collective in groups of 2, 4, 8... and all of ``sizes``, ``stride`` ranks apart.
 
-        Where groups between machines have one rank of several in each, the whole world is measured as one group too.
+        Where groups between machines have one rank of several in each, the whole world is measured as one group too,
+        and in it the first rank with the last alone.
         """
         counts = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
         plans = [(count, machine.groups(self.world, count, stride, sizes[-1])) for count in counts]
         if stride > 1:
             plans.append((self.world, [list(range(self.world))]))
-        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans)
+        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans) + (stride > 1)
         fits = []
         for count, ranks in plans:
             group, mine = _joined(ranks, self.rank)
-            for kind in COLLECTIVES if count == 2 else COLLECTIVES[:-1]:
+            for kind in COLLECTIVES if count == 2 or (stride > 1 and count == self.world) else COLLECTIVES[:-1]:
                 budget_s = self.next(part / cells, f"{kind} among {count}")
                 fits.append(self.collective(kind, count, group, mine, budget_s))
         pair = next(fit for fit in fits if fit.collective == "p2p")
@@ -257,8 +264,8 @@ class Bench:
         return Fit(collective=kind, ranks=count, latency_s=latency, bytes_per_s=rate, points=tuple(points))
 
     def _call(self, kind: str, group: Any, mine: list[int], nbytes: int) -> Callable[[], object] | None:
-        """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None outside of any group."""
-        if not mine:
+        """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None where this rank has no part."""
+        if not mine or (kind == "p2p" and self.rank not in (mine[0], mine[-1])):
             return None
         whole = torch.zeros(nbytes // 4, device=self.place)
         part = torch.zeros(nbytes // 4 // len(mine), device=self.place)
@@ -277,7 +284,7 @@ class Bench:
 
     def _there_and_back(self, whole: torch.Tensor, group: Any, mine: list[int]) -> None:
         """To the other rank and back again: one way would end for the sender before it has arrived."""
-        first, second = mine
+        first, second = mine[0], mine[-1]
         if self.rank == first:
             dist.send(whole, second, group=group)
             dist.recv(whole, second, group=group)
@@ -360,6 +367,7 @@ def _device(bench: Bench) -> dict[str, Any]:
         "launch_s": launch,
         "host_bytes_per_s": bench.host(whole, bench.next(SMALL, "copies to the host")),
         "optimizer_bytes_per_s": optimizer,
+        "sharing": bench.sharing(bench.next(SMALL, "products alone")) if place.type == "cpu" else 1.0,
         "products": products,
         "attentions": attentions,
         "functions": bench.functions(),

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+#: Blocks of the chain that kernel starts are timed on, and kernels of one.
+CHAIN, KERNELS = 16, 4
 #: A ring's bytes, more than a core's own cache; and its longest.
 RING_BYTES, RING = 32 * 2**20, 64
 
@@ -89,3 +91,22 @@ def stream(place: torch.device, nbytes: int, fresh: bool) -> Call:
         return lambda: x() * y
     z, whole = torch.rand_like(y), x().detach()
     return lambda: torch.mul(whole, y, out=z)
+
+
+class _Block(nn.Module):
+    """A norm, a linear layer, a function and a sum, with views between them, as models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.gelu = nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.gelu(self.linear(self.norm(x)))
+        return x + found.view(2, 2, 4).transpose(0, 1).transpose(0, 1).reshape(2, 8)
+
+
+def chain(place: torch.device) -> tuple[Call, int]:
+    """Forward and backward of blocks on a few numbers, and the kernels of the forward."""
+    blocks = nn.Sequential(*(_Block() for _ in range(CHAIN))).to(place)
+    x = torch.rand(2, 8, device=place, requires_grad=True)
+    return (lambda: blocks(x).sum().backward()), CHAIN * KERNELS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,8 +44,11 @@ class Played(NamedTuple):
         return self.makespan - max(self.busy)
 
 
-def play(schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime]) -> Played:
-    """Play the lists. ``times``: of every stage, ``pipeline`` x ``chunks`` of them.
+def play(
+    schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime], sharing: float = 1.0
+) -> Played:
+    """Play the lists. ``times``: of every stage, ``pipeline`` x ``chunks`` of them, while all ranks compute.
+    ``sharing``: while ranks wait, the others compute faster, by up to so much.
 
     A forward waits for that of the stage before, a backward for that of the stage after and for its own forward, the
     weights' half for the inputs'. Raises ConfigError where the numbers break the schedule's rules.
@@ -55,6 +59,8 @@ def play(schedule: str, pipeline: int, chunks: int, micro_batches: int, times: S
         )
     lists = [[_parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
     place = [stage_rank(schedule, stage, pipeline, chunks) for stage in range(len(times))]
+    if sharing > 1:
+        return _play_shared(lists, place, times, sharing)
     done: dict[tuple[str, int, int], float] = {}
     at, index, busy = [0.0] * pipeline, [0] * pipeline, [0.0] * pipeline
     events: list[Event] = []
@@ -78,6 +84,49 @@ def play(schedule: str, pipeline: int, chunks: int, micro_batches: int, times: S
         if left == before:
             raise ConfigError(f"schedule {schedule} waits for itself; use another schedule")
     return Played(max(at), tuple(busy), _in_flight(lists), tuple(events))
+
+
+class _Running(NamedTuple):
+    """What a rank is at: from when, and its seconds of work that are left."""
+
+    action: Action
+    start: float
+    left: float
+
+
+def _play_shared(
+    lists: list[list[tuple[Action, ...]]], place: list[int], times: Sequence[StageTime], sharing: float
+) -> Played:
+    """Ranks take turns on processors: with k of p computing, each is as fast as p / k, up to ``sharing``, ranks."""
+    queues = [deque(action for item in actions for action in item) for actions in lists]
+    done: dict[tuple[str, int, int], float] = {}
+    running: list[_Running | None] = [None] * len(lists)
+    busy, events, now = [0.0] * len(lists), [], 0.0
+    while any(queues) or any(running):
+        coming = []
+        for rank, queue in enumerate(queues):
+            ready = _ready(queue[0], times, place, done) if queue and running[rank] is None else None
+            if ready is not None and ready <= now:
+                action = queue.popleft()
+                running[rank] = _Running(action, now, _length(action, times))
+            elif ready is not None:
+                coming.append(ready)
+        active = [(rank, run) for rank, run in enumerate(running) if run is not None]
+        if not active and not coming:
+            raise ConfigError("the schedule waits for itself; use another schedule")
+        speed = min(sharing, len(lists) / len(active)) if active else 1.0
+        until = min([*coming, *(now + run.left / speed for _, run in active)])
+        for rank, run in active:
+            left = run.left - (until - now) * speed
+            running[rank] = run._replace(left=left)
+            busy[rank] += until - now
+            if left <= 1e-9 * (run.left + 1e-12):
+                for half in "IW" if run.action.kind == "B" else run.action.kind:
+                    done[half, run.action.stage, run.action.micro] = until
+                events.append(Event(rank, run.action, run.start, until))
+                running[rank] = None
+        now = until
+    return Played(now, tuple(busy), _in_flight(lists), tuple(events))
 
 
 def _parts(item: Action | Overlap) -> tuple[Action, ...]:

@@ -105,17 +105,21 @@ class Prices:
         if mesh.pipeline > 1:
             makespan, sent = self._makespan(candidate, works, exact)
         shard, replicate = max((self._gradients(candidate, stages, works, mine) for mine in ranks), key=sum)
+        worked = micro * total.total
+        if self.cluster.device.sharing > 1:  # the busiest rank may have been faster while others waited
+            worked = min(worked, makespan - sent)
+        share = worked / total.total if total.total else 0.0
         return Cost(
-            compute_s=micro * total.compute,
-            tensor_s=micro * total.tensor,
-            context_s=micro * total.context,
-            expert_s=micro * total.expert,
+            compute_s=share * total.compute,
+            tensor_s=share * total.tensor,
+            context_s=share * total.context,
+            expert_s=share * total.expert,
             pipeline_s=sent,
             shard_s=shard,
             replicate_s=replicate,
-            bubble_s=makespan - micro * total.total - sent,
+            bubble_s=makespan - worked - sent,
             optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
-            rest_s=micro * total.launch + straggling(candidate.world) * makespan,
+            rest_s=share * total.launch + straggling(candidate.world) * makespan,
         )
 
     def stages(self, candidate: Candidate) -> list[Work]:
@@ -168,6 +172,8 @@ class Prices:
         if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
             backward += self._accumulated(block, candidate)
         waits = block.waits * device.launch_s
+        if device.kernels == "cpu":  # the host itself computes, so that nothing hides what it takes to start a kernel
+            waits, host = waits + host, 0.0
         return Work(
             Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
             Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
@@ -214,7 +220,7 @@ class Prices:
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
         if key not in self._plays:  # the same for every way to hold the weights
-            self._plays[key] = play(*shape, times).makespan
+            self._plays[key] = play(*shape, times, self.cluster.device.sharing).makespan
         return self._plays[key]
 
     def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:
@@ -222,19 +228,32 @@ class Prices:
         pipeline = candidate.mesh.pipeline
         if candidate.schedule is None and pipeline > 1:
             raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
-        where, blocks = self._span("pipeline", candidate), self.profile.blocks
+        blocks = self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
-        sends = [*(where.seconds("p2p", nbytes) for nbytes in sizes), 0.0]
+        sends = [*(self._sent(candidate, stage, nbytes) for stage, nbytes in enumerate(sizes)), 0.0]
         times = [
             StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
             for work, send in zip(works, sends, strict=True)
         ]
         return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
 
+    def _sent(self, candidate: Candidate, stage: int, nbytes: float) -> float:
+        """Seconds from a stage to the next: within a node, or between two, where a rank that has the node's link to
+        itself is measured apart from all of a node's ranks at once."""
+        cluster, pipeline = self.cluster, candidate.mesh.pipeline
+        schedule, each = candidate.schedule or "1f1b", candidate.world // pipeline
+        here, there = (stage_rank(schedule, at, pipeline, candidate.chunks) * each for at in (stage, stage + 1))
+        if here == there:
+            return 0.0
+        if here // cluster.devices_per_node == there // cluster.devices_per_node:
+            return Span(2, 1, cluster.inside, cluster.between).seconds("p2p", nbytes)
+        alone = each < cluster.devices_per_node
+        return Span(1, cluster.world if alone else 2, cluster.inside, cluster.between).seconds("p2p", nbytes)
+
     def played(self, candidate: Candidate) -> tuple[Event, ...]:
         """What each pipeline rank does when, from the first forward to the last backward."""
         shape, times = self._pipeline(candidate, self.stages(candidate))
-        return play(*shape, times).events
+        return play(*shape, times, self.cluster.device.sharing).events
 
     def _gradients(
         self, candidate: Candidate, stages: list[Part], works: list[Work], mine: list[int]
@@ -251,6 +270,8 @@ class Prices:
         unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
         bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
+        if shard.ranks > 1 and self.cluster.device.kernels == "cpu":
+            return self._in_turn(candidate, stages, mine)
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
         elif shard.ranks > 1:
@@ -279,6 +300,28 @@ class Prices:
             total += count * exposed(gather[after], works[before].forward.total, slowdown)
             total += count * exposed(gather[before] + scatter[after], works[after].backward.total, slowdown)
         return total
+
+    def _in_turn(self, candidate: Candidate, stages: list[Part], mine: list[int]) -> tuple[float, float]:
+        """The same where sharding has no streams and hides nothing: every repeated block is gathered by itself, and
+        what lies in none together; in a pipeline that rest is held whole and summed."""
+        shard, copies, states = self._span("shard", candidate), self._span("replicate", candidate), candidate.states
+        units, rest = [], 0.0
+        for kind, count in (pair for stage in mine for pair in stages[stage].kinds):
+            units += [self._numel[kind]] * (count * self._sample[kind].repeated)
+            rest += self._numel[kind] * count * (not self._sample[kind].repeated)
+        staged = candidate.mesh.pipeline > 1
+        micro = candidate.accumulation if candidate.shard_level == 3 and not staged else 1
+        calls = [(numel, 2 if candidate.shard_level == 3 and not staged else 1) for numel in units]
+        wire = beside = 0.0
+        for numel, gathers in calls if staged else [*calls, (rest, 1)]:
+            whole, sent = numel * states.weight, numel * states.sent
+            wire += gathers * (shard.seconds("all_gather", whole) + stream_seconds(self.cluster.device, 2 * whole))
+            wire += shard.seconds("reduce_scatter", sent) + stream_seconds(self.cluster.device, 2 * sent)
+            beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
+        if staged and rest:
+            wire += shard.seconds("all_reduce", rest * states.sent)
+            beside += copies.seconds("all_reduce", rest * states.sent)
+        return micro * wire, micro * beside
 
     def _block_work(self, kind: int, candidate: Candidate) -> Work:
         return self._work(Part(((kind, 1),), (), kind, kind), candidate)
