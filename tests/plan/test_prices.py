@@ -199,6 +199,19 @@ def on_cpu(**values):
     return CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"kernels": "cpu", **values})})
 
 
+def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
+    bare, cluster = op(flops=5e10), on_cpu()
+    sums = tuple(Traffic("tensor", "all_reduce", phase, 0.0) for phase in ("forward", "backward"))
+    tensor = model(block("a", bare, traffic=sums), block("b", bare))
+    assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(3 * 2 * 30 * 1e-5)
+    stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
+    half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
+    assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * 80 * 1e-5)
+    split = price(stages, half._replace(schedule="interleaved-zero-bubble"), cluster)
+    assert split.rest_s == pytest.approx(4 * (2 * 80 + 230) * 1e-5)
+    assert price(stages, half, CLUSTER).rest_s == 0
+
+
 def test_a_host_that_computes_hides_no_start():
     made = model(block("a", op(flops=5e10, launches=10)))
     assert price(made, lone(), CLUSTER).rest_s == 0
@@ -220,7 +233,7 @@ def test_measured_functions_and_attention_go_before_constants():
 def test_shards_without_streams_are_gathered_in_turn():
     """Three blocks of one number in bytes per weight: gathered twice and scattered once each, nothing hidden."""
     made = model(*(block(name, op(flops=5e13), numel=8 * 10**9) for name in "abc"))
-    cluster = on_cpu(memory_bytes_per_s=1e30)
+    cluster = on_cpu(memory_bytes_per_s=1e30, launch_s=0)
     candidate = lone(Mesh(shard=8), accumulation=3)
     each = 8e9 * 4 * 7 / 8 / 100e9
     assert price(made, candidate, cluster).shard_s == pytest.approx(3 * 3 * 3 * each)

@@ -28,6 +28,12 @@ _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 #: (0.035 to 0.047). Rates of devices are those of the slowest in a node of 8, on which they were fitted.
 JITTER, NODE = 0.04, 8
 
+#: What the engine does besides on a host that also computes, in starts of a kernel (device.launch_s): for each tensor,
+#: context or expert collective; each gathering or scattering of a shard; each action of a pipeline, and in place of
+#: that each backward of weights alone. Fitted to processor seconds of the main thread (docs/planning.md).
+CALL_STARTS, UNIT_STARTS, ACTION_STARTS, WEIGHTS_STARTS = 30, 80, 80, 230
+_SPLIT = ("interleaved-zero-bubble", "zbv", "dualpipev")
+
 
 class Pass(NamedTuple):
     """Seconds of a forward or backward for one micro-batch. ``launch``: what the device waits for the host."""
@@ -145,15 +151,25 @@ class Prices:
     def _work(self, part: Part, candidate: Candidate) -> Work:
         """One micro-batch on a part."""
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
-        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds)
+        starts = self._action_starts(candidate)
+        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
                 Pass(*(sum(work[side][index] * count for work, count in works) for index in range(len(Pass._fields))))
                 for side in (0, 1)
             ]
-            self._passes[key] = Work(*sides)
+            waits = [count * self.cluster.device.launch_s for count in starts]
+            self._passes[key] = Work(
+                *(side._replace(launch=side.launch + wait) for side, wait in zip(sides, waits, strict=True))
+            )
         return self._passes[key]
+
+    def _action_starts(self, candidate: Candidate) -> tuple[int, int]:
+        """Of a forward and of a backward of a pipeline, where the host computes."""
+        if candidate.mesh.pipeline == 1 or self.cluster.device.kernels != "cpu":
+            return 0, 0
+        return ACTION_STARTS, ACTION_STARTS + WEIGHTS_STARTS * (candidate.schedule in _SPLIT)
 
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
@@ -174,6 +190,7 @@ class Prices:
         waits = block.waits * device.launch_s
         if device.kernels == "cpu":  # the host itself computes, so that nothing hides what it takes to start a kernel
             waits, host = waits + host, 0.0
+            waits += CALL_STARTS * device.launch_s * len(block.traffic) / 2
         return Work(
             Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
             Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
@@ -313,10 +330,12 @@ class Prices:
         micro = candidate.accumulation if candidate.shard_level == 3 and not staged else 1
         calls = [(numel, 2 if candidate.shard_level == 3 and not staged else 1) for numel in units]
         wire = beside = 0.0
+        start = UNIT_STARTS * self.cluster.device.launch_s
         for numel, gathers in calls if staged else [*calls, (rest, 1)]:
             whole, sent = numel * states.weight, numel * states.sent
-            wire += gathers * (shard.seconds("all_gather", whole) + stream_seconds(self.cluster.device, 2 * whole))
-            wire += shard.seconds("reduce_scatter", sent) + stream_seconds(self.cluster.device, 2 * sent)
+            copies_s = start + stream_seconds(self.cluster.device, 2 * whole)
+            wire += gathers * (shard.seconds("all_gather", whole) + copies_s)
+            wire += shard.seconds("reduce_scatter", sent) + copies_s
             beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
         if staged and rest:
             wire += shard.seconds("all_reduce", rest * states.sent)
