@@ -1,16 +1,19 @@
 """The blueprint of a model: operations as its code asks for them, exact counts, and what cannot be traced."""
 
+import contextlib
+
 import pytest
 import torch
 from tests.small_jobs import LM
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.facts import Ref
+from shoal.blueprint.structures import with_tensors
 from shoal.blueprint.trace import trace
 from shoal.core.errors import ModelError
 from shoal.models.gpt import GPT
-from shoal.verify.exact import Exactly
 
 pytestmark = pytest.mark.unit
 
@@ -116,6 +119,24 @@ def test_tracing_computes_nothing_and_changes_nothing():
     assert trace(nn.Linear(4, 2, device="meta"), (torch.ones(3, 4),), {}, 3).flops() == 2 * 3 * 4 * 2
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_that_stands_at_two_paths_gets_its_own_tensors_back(fails):
+    """They stayed fake ones: the model could not be run any more."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.ModuleDict({"first": block, "again": nn.ModuleList([block])})
+    before = [*model.parameters(), *model.buffers()]
+    held = {name: torch.zeros_like(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    with contextlib.suppress(KeyError), with_tensors(model, held):
+        assert model["again"][0][0].weight is held["first.0.weight"]
+        assert block[1].running_var is held["first.1.running_var"]
+        block[1].num_batches_tracked = torch.ones(())
+        if fails:
+            raise KeyError
+    assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], before, strict=True))
+    trace(nn.Sequential(block, nn.ReLU(), block), (torch.ones(3, 4),), {}, 3)
+    assert block[0].weight is before[0]
+
+
 def test_a_model_that_needs_its_values_is_refused_with_the_module():
     class Decides(nn.Module):
         def __init__(self):
@@ -130,10 +151,16 @@ def test_a_model_that_needs_its_values_is_refused_with_the_module():
         trace(nn.Sequential(nn.Linear(2, 2), Decides()), (torch.ones(1, 2),), {})
 
 
+class Off(TorchFunctionMode):
+    """Dropout gives back what it got."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is functional.dropout else func(*args, **(kwargs or {}))
+
+
 def test_a_function_that_gives_back_what_it_got_overwrites_nothing():
-    """Dropout switched off, as verification does around a model's own call."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(16, 8))
-    with Exactly(lift=False):
+    with Off():
         blueprint = trace(model, (torch.zeros(2, 8),), {})
     assert [(operation.name, operation.in_place) for operation in blueprint.operations] == [
         ("linear", False), ("relu", True), ("linear", False)

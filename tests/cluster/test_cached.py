@@ -41,3 +41,13 @@ def test_a_folder_that_takes_no_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be kept in .*file/x: Not a directory; set XDG_CACHE_HOME"):
         save(tmp_path / "file" / "x", PRINT, CLUSTER)
+
+
+def test_a_folder_that_is_closed_to_this_user_has_nothing_kept(tmp_path, monkeypatch):
+    save(tmp_path, PRINT, CLUSTER)
+
+    def closed(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.stat", closed)
+    assert load(tmp_path, PRINT) is None

@@ -91,7 +91,8 @@ def test_each_layout_begins_with_the_weights_of_the_model_and_holds_its_share_an
 
 
 class Odd(nn.Module):
-    """Buffers, tensors that are attributes, a scale without dimensions, weights that are made of others."""
+    """Buffers, tensors that are attributes, a scale without dimensions, weights that are made of others, and
+    statistics of a forward within the constructor."""
 
     def __init__(self):
         super().__init__()
@@ -112,6 +113,9 @@ class Odd(nn.Module):
         self.every = [self.scale, self.lin.weight]
         self.scale.register_hook(lambda gradient: gradient * 3)
         self.last = nn.Parameter(torch.randn(3, 3) @ self.lin.weight.data[:3, :3])
+        self.wave = nn.Parameter(torch.randn(4, dtype=torch.complex64).conj())
+        self.phase = nn.Parameter(self.wave.detach().imag * 2)
+        self.width = self.norm(torch.randn(4, 8)).shape[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -152,6 +156,19 @@ class Reading(nn.Module):
         self.lin = nn.Linear(8, 4)
         if float(self.lin.weight.sum()) > -1e9:
             nn.init.normal_(self.lin.bias)
+
+
+class Guarding(nn.Module):
+    """Goes on in another way where values cannot be read."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+        try:
+            scale = float(self.lin.weight.std())
+        except Exception:
+            scale = 1.0
+        nn.init.constant_(self.lin.bias, scale)
 
 
 class Seeding(nn.Module):
@@ -225,7 +242,8 @@ class Keeping(nn.Module):
 
 
 STRANGE = {
-    Reading: "DataDependentOutput", Seeding: "sets a seed of its own", Generating: "a generator of its own",
+    Reading: "DataDependentOutput", Guarding: "DataDependentOutput",
+    Seeding: "sets a seed of its own", Generating: "a generator of its own",
     Changing: "changes, or looks into, a tensor", Elsewhere: "makes tensors on meta",
     Threading: "works in threads", Thin: "not dense", Keeping: "kept beside its modules",
 }  # fmt: skip

@@ -90,6 +90,28 @@ def test_plain_replicate_is_kept_where_another_layout_gains_little(tmp_path: Pat
     assert Plan.read(str(found.settings.plan)).mesh == Mesh(replicate=2)
 
 
+def test_plain_replicate_does_not_cut_a_batch_that_fits(tmp_path: Path, known: dict) -> None:
+    shape = {"precision": "fp32", "k": 64, "n": 256}  # small products are said to be fast
+    products = ({**shape, "m": 64, "seconds": 2e-8}, {**shape, "m": 128, "seconds": 1e-3})
+    device = machine().device
+    known["cluster"] = machine().model_copy(
+        update={"device": Device(**{**device.model_dump(exclude={"products"}), "products": products})}
+    )
+    cut = Plan.read(str(decide(Wide(), settings(tmp_path, micro_batch=1), 2).settings.plan))
+    assert (cut.micro_batch, cut.accumulation) == (1, 4)
+    found = decide(Wide(), settings(tmp_path), 2)
+    plan = Plan.read(str(found.settings.plan))
+    assert (plan.mesh, plan.micro_batch, plan.accumulation) == (Mesh(replicate=2), 4, 1)
+    assert found.lines[0].startswith("layout: replicate=2, 1 x 4")
+
+
+def test_a_batch_that_does_not_fit_is_cut(tmp_path: Path, known: dict) -> None:
+    roomy = decide(Wide(), settings(tmp_path), 2)
+    known["cluster"] = machine(memory=0.7 * roomy.memory_bytes)
+    plan = Plan.read(str(decide(Wide(), settings(tmp_path), 2).settings.plan))
+    assert plan.accumulation > 1 or plan.recompute != "none"
+
+
 def test_a_slow_link_takes_another_layout_than_replicate(tmp_path: Path, known: dict) -> None:
     known["cluster"] = machine(link=2e6)
     found = decide(Wide(width=256), settings(tmp_path), 2)
@@ -131,6 +153,29 @@ def test_a_large_model_on_an_unmeasured_machine_is_measured_once(
     assert decide(Wide(), settings(tmp_path), 2).predicted is not None
 
 
+def test_a_measurement_that_cannot_be_kept_is_used_and_said(
+    tmp_path: Path, known: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known["cluster"] = None
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(automatic, "SMALL", 0.0)
+    monkeypatch.setattr(measure, "_alone", lambda *_: machine())
+    found = decide(Wide(), settings(tmp_path), 2)
+    assert found.predicted is not None
+    assert found.lines[2].startswith("note: every run measures anew: the measurement cannot be kept in ")
+    assert "set XDG_CACHE_HOME" in found.lines[2]
+    rows(tmp_path / "run", 2.0)
+    assert account(found, tmp_path / "run") is not None
+
+
+def test_a_folder_that_takes_no_ratios_does_not_end_a_run_that_ended_well(tmp_path: Path) -> None:
+    rows(tmp_path, 2.0)
+    (tmp_path / "file").write_text("")
+    decision = Decision(RunSettings(), (), {"forward_backward_s": 1.0}, 0.0, str(tmp_path / "file" / "ratios.json"))
+    assert account(decision, tmp_path) is not None
+
+
 def test_a_model_that_cannot_be_built_here_keeps_replicate_and_says_why(tmp_path: Path, known: dict) -> None:
     found = decide(Wide(broken=True), settings(tmp_path), 2)
     assert found.settings.plan is None
@@ -170,6 +215,8 @@ def test_the_prediction_is_held_against_the_warm_steps_and_learned_from(tmp_path
     text = summary({"steps": 6, "prediction": found})
     assert "step predicted / measured: 1 s / 2 s (+100%)" in text
     assert "forward and backward 800 ms / 1.6 s" in text
+    found["measured"]["step_s"] = 5.3
+    assert "step predicted / measured: 1 s / 5.3 s (5.3 times as long)" in summary({"steps": 6, "prediction": found})
     assert read_ratios(tmp_path / "ratios.json")["forward_backward_s"] == pytest.approx(2.0)
     assert account(None, tmp_path) is None
     assert account(decision, tmp_path / "nowhere") is None
@@ -190,6 +237,12 @@ def test_a_run_after_a_corrected_one_moves_the_ratio_on(tmp_path: Path) -> None:
     assert read_ratios(path)["optimizer_s"] == pytest.approx(2.0)
     path.write_text("{}")
     assert read_ratios(path) == {}
+
+
+def test_a_ratio_beyond_the_bound_is_taken_as_the_bound(tmp_path: Path) -> None:
+    path = tmp_path / "ratios.json"
+    path.write_text(json.dumps({"runs": 4, "ratios": {"forward_backward_s": 14.3, "optimizer_s": 0.01}}))
+    assert read_ratios(path) == {"forward_backward_s": 2.0, "optimizer_s": 0.5}
 
 
 def test_the_jobs_code_leaves_nothing_in_the_process_that_plans(tmp_path: Path, known: dict) -> None:

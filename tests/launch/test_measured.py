@@ -99,3 +99,15 @@ def test_a_fingerprint_tells_workers_and_machines_apart():
     one = module.fingerprint("cpu", 2)
     assert one == module.fingerprint("cpu", 2) and torch.__version__ == one["torch"]
     assert one != module.fingerprint("cpu", 4) and one != module.fingerprint("cpu", 2, nodes=2)
+
+
+@pytest.mark.unit
+def test_a_user_without_a_home_has_nothing_kept_and_is_told_what_to_set(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert module.kept(2) is None and module.kept_quickly(2) is None
+    with pytest.raises(ConfigError, match="this user has no home folder; set XDG_CACHE_HOME to a folder"):
+        module.cache_folder()

@@ -3,15 +3,19 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from shoal.plan.ranks import Coordinates
 from shoal.verify.causes import largest_difference
 from shoal.verify.compare import MULTIPLE, Comparison, Tolerance, compare, relative
-from shoal.verify.recording import Recording, split
+from shoal.verify.probe import Probe
+from shoal.verify.recording import Recording, Step, split
 from shoal.verify.report import LayoutResult, Report
 
 pytestmark = pytest.mark.unit
@@ -221,3 +225,26 @@ def test_a_report_says_what_it_found() -> None:
         "mesh", "status", "max_rel_loss", "max_rel_grad", "max_rel_weight", "first_difference", "reason", "split",
     ]  # fmt: skip
     assert "Infinity" not in json.dumps(report.as_json())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_tensors_are_recorded_and_their_imaginary_parts_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Only real parts were compared; complex128, as weights are in float64, could not be written at all."""
+    whole = torch.complex(torch.ones(4, 3), torch.arange(12.0).view(4, 3)).to(dtype)
+    run: Any = SimpleNamespace(layout=SimpleNamespace(data_rank=0, at=Coordinates(0, 0, 0, 0, 0)))
+    report: Any = SimpleNamespace(
+        step=1, loss=0.0, lr=0.0, grad_norm=0.0, applied=True, reason=None, count=1
+    )  # fmt: skip
+    for folder, value in (("mine", whole), ("theirs", whole.conj())):
+        (tmp_path / folder).mkdir()
+        probe = Probe(tmp_path / folder, 0)
+        probe.tensors = {"weight/c": ((4, 3), [(value[2:], (2, 0))])}
+        probe._write(run, report)
+    (mine,), (theirs,) = (_told(tmp_path / folder).copies("weight/c") for folder in ("mine", "theirs"))
+    assert mine.shape == (4, 3, 2) and mine.offsets == (2, 0, 0)
+    assert np.array_equal(mine.value, torch.view_as_real(whole[2:]).numpy())
+    assert largest_difference(mine.value, theirs.value) == 22.0
+
+
+def _told(folder: Path) -> Step:
+    return Step(1, {0: json.loads((folder / "step-1-rank-0.json").read_text())}, folder)

@@ -54,9 +54,10 @@ def _timeline(timeline: Timeline, changed: dict[int, tuple[Kept, ...]]) -> Timel
             freed[storage.operation] = max(freed.get(storage.operation, 0), storage.freed)
         if not (own and storage.of is None):
             storages.append(storage)
+    latest = max((storage.freed for storage in timeline.storages), default=end)
     for number, kept in changed.items():
         born = timeline.forward[number]
-        last = freed.get(number, max(storage.freed for storage in timeline.storages))
+        last = freed.get(number, latest)
         storages += [Storage(k.bytes, k.numel, born, last, born, number, None, True) for k in kept if k.of is None]
     return timeline._replace(storages=tuple(storages))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,3 +55,24 @@ def _refilled(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
     for key, part in parts.items():
         made[key] = part
     return made
+
+
+@contextlib.contextmanager
+def with_tensors(module: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
+    """Parameters and buffers of ``module`` are those of ``held`` within, by the first of their names; ties stay ties.
+
+    (``torch.func.functional_call`` does not give back those of a module that stands at two paths.)
+    """
+    own = [*module.named_parameters(), *module.named_buffers()]
+    new = {id(tensor): held[name] for name, tensor in own if name in held}
+    places: list[dict[str, Any]] = [d for each in module.modules() for d in (each._parameters, each._buffers)]
+    before = [dict(registered) for registered in places]
+    try:
+        for registered in places:
+            for leaf, tensor in registered.items():
+                registered[leaf] = new.get(id(tensor), tensor)
+        yield
+    finally:
+        for registered, tensors_before in zip(places, before, strict=True):
+            registered.clear()
+            registered.update(tensors_before)

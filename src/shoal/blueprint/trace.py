@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
 from shoal.blueprint.ledger import Entry, Ledger
-from shoal.blueprint.structures import mapped, tensors
+from shoal.blueprint.structures import mapped, tensors, with_tensors
 from shoal.core.errors import ModelError
 
 
@@ -58,7 +57,8 @@ def trace(
 
     def forward() -> Any:
         with watcher:
-            result = functional_call(model, held, fake_args, fake_kwargs)
+            with with_tensors(model, held):
+                result = model(*fake_args, **fake_kwargs)
             outputs.extend(watcher.values_of(result))
             watcher.end_model()
             return ending.loss(result, targets) if ending else None

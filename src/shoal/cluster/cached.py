@@ -18,11 +18,12 @@ FORMAT = 2
 
 
 class Kept(NamedTuple):
-    """A measurement and how old it is."""
+    """A measurement and how old it is; ``unkept``: why it is not in its file, empty where it is."""
 
     cluster: Cluster
     path: Path
     age_s: float
+    unkept: str = ""
 
 
 def path_of(folder: Path, fingerprint: Mapping[str, str]) -> Path:
@@ -32,15 +33,17 @@ def path_of(folder: Path, fingerprint: Mapping[str, str]) -> Path:
 
 
 def load(folder: Path, fingerprint: Mapping[str, str]) -> Kept | None:
-    """What was kept for this fingerprint; None where nothing was. Raises ConfigError for a damaged file."""
+    """What was kept for this fingerprint; None where nothing can be found. Raises ConfigError for a damaged file."""
     path = path_of(folder, fingerprint)
-    if not path.exists():
+    try:
+        written = path.stat().st_mtime
+    except OSError:  # not there, or in a folder that is closed to this user: never kept by them
         return None
     try:
         cluster = Cluster.read(path)
     except ConfigError as error:
         raise ConfigError(f"the kept measurement is damaged: {error}; delete {path}, or run shoal measure") from None
-    return Kept(cluster, path, max(0.0, time.time() - path.stat().st_mtime))
+    return Kept(cluster, path, max(0.0, time.time() - written))
 
 
 def save(folder: Path, fingerprint: Mapping[str, str], cluster: Cluster) -> Path:

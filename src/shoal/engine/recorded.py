@@ -22,6 +22,8 @@ from shoal.blueprint.structures import tensors
 
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "log_normal_", "bernoulli_"}
 
+STATISTICS = ("running_mean", "running_var")  # arguments that batch norms write to; some schemas do not say so
+
 REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module that hold what it registers
 
 
@@ -34,6 +36,8 @@ class Place(NamedTuple):
     offset: int
     dtype: torch.dtype
     covers: bool  # all of its storage
+    conjugate: bool  # its values are the storage's, conjugated
+    negative: bool  # or with the other sign
 
 
 class Operation(NamedTuple):
@@ -81,9 +85,7 @@ def record(make: Callable[[], nn.Module], seed: Callable[[], None]) -> Recording
         with _watched(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
             model = make()
     except Exception as error:
-        text = str(error).splitlines()
-        said = f"{type(error).__name__}: {text[0] if text else ''}"
-        raise NotReplayable(recorder.problem or said) from error
+        raise NotReplayable(recorder.problem or told(error)) from error
     if recorder.problem is not None:
         raise NotReplayable(recorder.problem)
     if not isinstance(model, nn.Module):
@@ -92,6 +94,12 @@ def record(make: Callable[[], nn.Module], seed: Callable[[], None]) -> Recording
         raise NotReplayable("its constructor draws random numbers past torch's operations")
     recorder.check(model)
     return Recording(model, recorder.operations, recorder.place)
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -170,7 +178,9 @@ def view(flat: Tensor, place: Place) -> Tensor:
 
 
 def _tensor(held: dict[int, torch.UntypedStorage], place: Place) -> Tensor:
-    return torch.empty(0, dtype=place.dtype).set_(held[place.storage], place.offset, place.size, place.stride)
+    found = torch.empty(0, dtype=place.dtype).set_(held[place.storage], place.offset, place.size, place.stride)
+    found = torch._conj(found) if place.conjugate else found
+    return torch._neg_view(found) if place.negative else found
 
 
 def _scratch(place: Place) -> Tensor:
@@ -222,7 +232,8 @@ class _Recorder(TorchDispatchMode):
             self.alive.append(storage)
         covers = tensor.numel() * tensor.element_size() == storage.nbytes() and tensor.is_contiguous()
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Place(self.numbers[storage._cdata], size, stride, int(tensor.storage_offset()), tensor.dtype, covers)
+        offset, lazy = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+        return Place(self.numbers[storage._cdata], size, stride, offset, tensor.dtype, covers, *lazy)
 
     def given(self, value: Any) -> Any:
         """Arguments with fake tensors as places and real ones as they are now."""
@@ -242,16 +253,20 @@ class _Recorder(TorchDispatchMode):
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             self.refuse("its constructor draws from a generator of its own")
         aliased = [
-            (tensor, argument.alias_info.is_write)
+            (tensor, argument.alias_info is None or argument.alias_info.is_write)
             for place, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None
+            if argument.alias_info is not None or argument.name in STATISTICS
             for tensor in tensors(args[place] if place < len(args) else kwargs.get(argument.name))
         ]
         if func is not torch.ops.aten.lift_fresh.default and not all(isinstance(t, FakeTensor) for t, _ in aliased):
             self.refuse("its constructor changes, or looks into, a tensor that was there before or came from elsewhere")
         changed = {self.place(tensor).storage for tensor, written in aliased if written}
         given = (self.given(args), self.given(kwargs))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:  # the constructor may go on after it, in another way than with values
+            self.problem = self.problem or told(error)
+            raise
         whole = func._schema.name.rpartition("::")[2] in OVERWRITES and args and isinstance(given[0][0], Place)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self.append(func, given, changed, bool(whole), result, draws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ from shoal.monitor.events import read_events
 from shoal.monitor.summary import PARTS as MEASURED
 from shoal.plan.candidate import Cost
 from shoal.plan.explain import gib, layout, seconds
+from shoal.plan.memory import peak
 from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.search import Found
@@ -34,7 +36,7 @@ SMALL = 1e-3
 #: Of a weight, its gradient and two moments in float32.
 STATE_BYTES = 16
 #: What another layout must gain over plain replicate to be taken: predictions err by more than a smaller gain.
-GAIN = 1.05
+GAIN = 1.2
 #: Of a run's rows, the first, which pay for warming up, are not held against the prediction.
 WARM_UP = 2
 #: A ratio that was learned stands for at most as many runs, so that a machine that changes is followed.
@@ -112,7 +114,7 @@ def _own(settings: RunSettings, workers: int) -> Decision | None:
 
 
 def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decision:
-    cluster, file = known.cluster, str(known.path.with_suffix(".ratios.json"))
+    cluster, file = known.cluster, "" if known.unkept else str(known.path.with_suffix(".ratios.json"))
     ratios = read_ratios(Path(file))
     planned = answer(found, cluster, settings.global_batch, 8, settings.micro_batch)
     if not planned.best:
@@ -123,7 +125,7 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
     best_s = _corrected(chosen.cost, ratios)
     why = _why(planned, chosen, plain, ratios)
     if plain is not None and _corrected(plain.cost, ratios) < GAIN * best_s:
-        chosen = plain
+        chosen = plain if settings.micro_batch else _whole(planned, plain)
     plan = planned.as_plan(chosen.candidate)
     parts = {name: value * ratios.get(name, 1.0) for name, value in _parts(chosen.cost).items()}
     step_s = sum(parts.values())
@@ -131,6 +133,7 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
         f"layout: {layout(chosen.candidate)}; predicted {seconds(step_s)} a step, {gib(chosen.memory.total_bytes)} of "
         f"{gib(cluster.device.memory_bytes)} a worker",
         f"why: {why}",
+        *([f"note: every run measures anew: {known.unkept}"] if known.unkept else []),
     )
     return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file)
 
@@ -148,8 +151,8 @@ def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[s
             return "no other layout divides this job"
         other = min(others, key=lambda found: _corrected(found.cost, ratios))
         return (
-            f"fastest of {planned.asked:,} plans on this machine as measured; next {layout(other.candidate)} with "
-            f"{seconds(_corrected(other.cost, ratios))}"
+            f"the fastest mesh of {planned.asked:,} plans on this machine as measured; next {layout(other.candidate)}, "
+            f"{_corrected(other.cost, ratios) / best_s - 1:.0%} slower"
         )
     if plain_s < GAIN * best_s:
         return (
@@ -162,6 +165,17 @@ def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[s
 def _plain(planned: Planned) -> Found | None:
     tried = next((each for each in planned.tried if each.name == "Plain data parallel"), None)
     return tried.found if tried else None
+
+
+def _whole(planned: Planned, plain: Found) -> Found:
+    """Plain data parallel without cutting the batch or recomputing, where that fits: which micro-batch computes fastest
+    is beyond what a quick measurement tells."""
+    own, search = plain.candidate, planned.search
+    made = own._replace(micro_batch=own.micro_batch * own.accumulation, accumulation=1, recompute="none")
+    memory = peak(search.profiles[1, False], made, planned.cluster.device)
+    if memory.total_bytes > search.usable_bytes:
+        return plain
+    return Found(made, search.prices[1, False].price(made), memory)
 
 
 def _parts(cost: Cost) -> dict[str, float]:
@@ -198,7 +212,9 @@ def account(decision: Decision | None, out: Path) -> dict[str, dict[str, float]]
     found = measured(out)
     if found is None:
         return None
-    learn(Path(decision.learned), decision.predicted, found)
+    if decision.learned:
+        with contextlib.suppress(OSError):  # a closed or full disk: the run itself has ended well
+            learn(Path(decision.learned), decision.predicted, found)
     others = max(0.0, found["step_s"] - sum(found[name] for name in decision.predicted))
     predicted = {**decision.predicted, "other_s": 0.0, "step_s": sum(decision.predicted.values())}
     return {
@@ -215,9 +231,14 @@ def read_ratios(path: Path) -> dict[str, float]:
     """What earlier runs measured over what was predicted for them, by part."""
     try:
         values = json.loads(path.read_text())
-        return {name: float(values["ratios"][name]) for name in TOGETHER if name in values["ratios"]}
+        found = {name: float(values["ratios"][name]) for name in TOGETHER if name in values["ratios"]}
+        return {name: _bounded(ratio) for name, ratio in found.items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _bounded(ratio: float) -> float:
+    return min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
 
 
 def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]) -> None:
@@ -226,7 +247,6 @@ def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]
     runs = min(MOST_RUNS, json.loads(path.read_text())["runs"] + 1 if path.exists() and ratios else 1)
     for name, value in predicted.items():
         if value > SMALLEST_SHARE * sum(predicted.values()) and found[name] > 0:
-            now = ratios.get(name, 1.0) * found[name] / value
-            now = min(max(now, 1 / LARGEST_RATIO), LARGEST_RATIO)
+            now = _bounded(ratios.get(name, 1.0) * found[name] / value)
             ratios[name] = math.exp(math.log(ratios.get(name, 1.0)) * (1 - 1 / runs) + math.log(now) / runs)
     write_json(path, {"runs": runs, "ratios": ratios})

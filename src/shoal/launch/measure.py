@@ -70,7 +70,7 @@ def kept(workers: int | None = None) -> cached.Kept | None:
     Raises ConfigError for a damaged file.
     """
     kind = device_kind()
-    return cached.load(cache_folder(), fingerprint(kind, worker_count(workers, kind)))
+    return _load(fingerprint(kind, worker_count(workers, kind)))
 
 
 def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
@@ -90,14 +90,18 @@ def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
 
 def kept_quickly(workers: int) -> cached.Kept | None:
     """What ``quickly`` kept, a stand-in until the machine is measured in full; None where it did not."""
-    return cached.load(cache_folder(), _quick_fingerprint(workers))
+    return _load(_quick_fingerprint(workers))
 
 
 def quickly(workers: int) -> cached.Kept:
-    """Measure this machine in a second or two, and keep that. Raises LaunchError, WorkerFailure."""
+    """Measure this machine in a second or two, and keep that; where that cannot be, ``unkept`` of what is returned says
+    why. Raises LaunchError, WorkerFailure."""
     kind = device_kind()
     cluster = _alone(workers, kind, quick(kind), Path(), True)
-    return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster), 0.0)
+    try:
+        return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster), 0.0)
+    except ConfigError as error:
+        return cached.Kept(cluster, Path(), 0.0, str(error))
 
 
 def _quick_fingerprint(workers: int) -> dict[str, str]:
@@ -108,9 +112,25 @@ def cache_folder() -> Path:
     """Where measurements are kept: ``$XDG_CACHE_HOME/shoal/clusters``, by default in ``~/.cache``.
 
     https://specifications.freedesktop.org/basedir-spec/latest/
+    Raises ConfigError for a user without a home.
     """
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "shoal" / "clusters"
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):
+        return Path(cache) / "shoal" / "clusters"
+    try:
+        return Path.home() / ".cache" / "shoal" / "clusters"
+    except RuntimeError:
+        raise ConfigError(
+            "the measurement cannot be kept: this user has no home folder; set XDG_CACHE_HOME to a folder"
+        ) from None
+
+
+def _load(found: dict[str, str]) -> cached.Kept | None:
+    try:
+        folder = cache_folder()
+    except ConfigError:
+        return None  # where nothing can be kept, nothing was
+    return cached.load(folder, found)
 
 
 def _joined(world: World, kind: str, sizes: Grid, folder: Path, quiet: bool) -> Cluster:

@@ -130,8 +130,16 @@ def _prediction(account: Mapping[str, Mapping[str, float]]) -> list[str]:
         if name in PARTS and (value or found[name])
     ]
     whole, real = predicted["step_s"], found["step_s"]
-    gap = f"({real / whole - 1:+.0%})" if whole else "(nothing was predicted)"
-    return [f"  step predicted / measured: {duration(whole)} / {duration(real)} {gap}: {', '.join(parts)}"]
+    return [
+        f"  step predicted / measured: {duration(whole)} / {duration(real)} ({_gap(whole, real)}): {', '.join(parts)}"
+    ]
+
+
+def _gap(predicted: float, found: float) -> str:
+    if not predicted:
+        return "nothing was predicted"
+    ratio = found / predicted
+    return f"{ratio - 1:+.0%}" if ratio <= 2 else f"{ratio:.3g} times as long"
 
 
 def start_text(record: Mapping[str, Any]) -> list[str]:

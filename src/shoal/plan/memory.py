@@ -8,6 +8,7 @@ replicated, FSDP2's gathered units and reduce-scatter inputs where they are shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -27,11 +28,16 @@ def peak(profile: Profile, candidate: Candidate, device: Device) -> Memory:
     return max(ranks(profile, candidate, device), key=lambda memory: memory.total_bytes)
 
 
-def ranks(profile: Profile, candidate: Candidate, device: Device) -> list[Memory]:
-    """Each pipeline coordinate's peak (ranks that differ elsewhere hold no more)."""
-    pipeline = candidate.mesh.pipeline
+def ranks(profile: Profile, candidate: Candidate, device: Device, most_bytes: float = math.inf) -> list[Memory]:
+    """Each pipeline coordinate's peak (ranks that differ elsewhere hold no more), from the first on; the last ones are
+    left out once those before them hold more than ``most_bytes`` together."""
     chosen = recomputed(profile, candidate)
-    return [_Rank(profile, candidate, device, place, chosen).memory() for place in range(pipeline)]
+    found: list[Memory] = []
+    for place in range(candidate.mesh.pipeline):
+        if sum(memory.total_bytes for memory in found) > most_bytes:
+            break
+        found.append(_Rank(profile, candidate, device, place, chosen).memory())
+    return found
 
 
 def recomputed(profile: Profile, candidate: Candidate) -> frozenset[int]:
@@ -137,22 +143,22 @@ class _Stage:
         )  # fmt: skip
         return self.between + max(widest, 0.0)
 
-    @property
+    @cached_property
     def entering(self) -> float:
         """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
 
-    @property
+    @cached_property
     def returns(self) -> float:
         """Bytes of gradients that are sent to the stage before."""
         return self.entering * (not self.previous_here)
 
-    @property
+    @cached_property
     def sends(self) -> float:
         """Bytes that are sent to the stage after."""
         return self.leaving * (not self.next_here)
 
-    @property
+    @cached_property
     def leaving(self) -> float:
         """Bytes that go to the stage after."""
         return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
@@ -184,8 +190,8 @@ class _Rank:
         for number, stage in self.stages.items():
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
-        self._fullest: dict[tuple[int, bool, bool, bool], _Live] = {}
-        self._halves: dict[tuple[int, bool, bool, bool], _Live] = {}
+        self._fullest: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
+        self._halves: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
 
     def actions(self) -> list[Action]:
         """The step's, in order."""
@@ -201,8 +207,9 @@ class _Rank:
             for part in ((action.forward, action.backward) if isinstance(action, Overlap) else (action,))
         ]
 
-    def lives(self) -> Iterator[_Live]:
-        """The moments of the step. What was sent to a neighbour stays until the step's end, where sends are awaited.
+    def lives(self) -> Iterator[tuple[float, float, _Live]]:
+        """The moments of the step: bytes in all, of them what lies beside the stage at work, and the stage's own. What
+        was sent to a neighbour stays until the step's end, where sends are awaited.
 
         A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
         the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
@@ -210,15 +217,18 @@ class _Rank:
         """
         begun: dict[tuple[int, int], float] = {}
         apart: dict[int, float] = {}
-        sent = 0.0
+        waiting = sent = 0.0  # waiting: the sum of begun, kept as it changes: it may have thousands
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
-            others = sum(begun.values()) - begun.get(key, 0.0) + sent + sum(apart.values())
+            own = begun.get(key, 0.0)
+            others = waiting - own + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
-                yield self.fullest(stage, others, action.kind == "F", action.micro)
+                total, live = self.fullest(stage, action.kind == "F", action.micro)
+                yield total + others, others, live
             elif not stage.first:
-                yield self.half(stage, others + begun[key], action.kind == "I", action.micro)
+                total, live = self.half(stage, action.kind == "I", action.micro)
+                yield total + others + own, others + own, live
             if action.kind == "F":
                 begun[key] = stage.kept - (stage.leaving - stage.sends)
             elif action.kind == "I" and not stage.first:
@@ -226,34 +236,38 @@ class _Rank:
             elif action.kind in "BW":
                 begun.pop(key, None)
                 sent += stage.sends
-            if action.kind == "W" and not stage.first and self.candidate.mesh.shard == 1:
-                apart.setdefault(action.stage, self.model.gradients_of(stage.numbers))
+            waiting += begun.get(key, 0.0) - own
+            alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
+            if alone and action.stage not in apart:
+                apart[action.stage] = self.model.gradients_of(stage.numbers)
             if action.kind == "B":
                 apart[action.stage] = 0.0
             if action.kind == "B" or (action.kind == "I" and not stage.first):
                 sent += stage.returns
 
-    def half(self, stage: _Stage, others: float, first: bool, micro: int) -> _Live:
-        """Half a stage's backward, worked out once as well."""
+    def half(self, stage: _Stage, first: bool, micro: int) -> tuple[float, _Live]:
+        """Half a stage's backward and its bytes in all, worked out once as well."""
         key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
         if key not in self._halves:
             held = self.model.moment(stage.numbers.start, False, micro)
-            self._halves[key] = _Live("backward", stage.half(first), 0.0, held)
-        return self._halves[key]._replace(activations=self._halves[key].activations + others)
+            live = _Live("backward", stage.half(first), 0.0, held)
+            self._halves[key] = _all(live), live
+        return self._halves[key]
 
-    def fullest(self, stage: _Stage, others: float, forward: bool, micro: int) -> _Live:
-        """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
+    def fullest(self, stage: _Stage, forward: bool, micro: int) -> tuple[float, _Live]:
+        """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
+        worked out once."""
         key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1)
         if key not in self._fullest:
             held = self.model.moment(stage.numbers.start, forward, micro)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            self._fullest[key] = max(self.within(stage, 0.0, forward, micro), key=_all, default=nothing)
-        top = self._fullest[key]
-        return top._replace(activations=top.activations + others)
+            live = max(self.within(stage, forward, micro), key=_all, default=nothing)
+            self._fullest[key] = _all(live), live
+        return self._fullest[key]
 
-    def within(self, stage: _Stage, others: float, forward: bool, micro: int) -> Iterator[_Live]:
+    def within(self, stage: _Stage, forward: bool, micro: int) -> Iterator[_Live]:
         last = len(self.profile.blocks) - 1
-        before = others
+        before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
@@ -275,11 +289,11 @@ class _Rank:
         inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
-        found = [*self.lives(), _Live("optimizer", 0.0, 0.0, self.model.updating())]
-        top = max(found, key=_all)
+        last = _Live("optimizer", 0.0, 0.0, self.model.updating())
+        _, others, top = max([*self.lives(), (_all(last), 0.0, last)], key=lambda moment: moment[0])
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,
-            activations=top.activations + inputs, logits=top.logits,
+            activations=top.activations + others + inputs, logits=top.logits,
             buffers=received + top.held.buffers, overhead=float(self.device.reserved_bytes),
         )  # fmt: skip

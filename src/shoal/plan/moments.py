@@ -6,6 +6,8 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from shoal.blueprint.facts import Storage, Timeline
 from shoal.plan.profile import Holding, Moment
 
@@ -36,6 +38,10 @@ class _Cut:
         self.begins = [0, *ends]
         self.ends = [*ends, self.end]
         self.pieces = [self.piece(storage, sized(storage)) for storage in timeline.storages if storage.operation >= 0]
+        self.born, self.freed, self.of = (
+            np.array([getattr(piece, name) for piece in self.pieces], int) for name in ("born", "freed", "block")
+        )
+        self.left = np.array([piece.left for piece in self.pieces], bool)
 
     def piece(self, storage: Storage, nbytes: tuple[float, float]) -> _Piece:
         forward = storage.born <= self.end
@@ -60,14 +66,17 @@ class _Cut:
     def holdings(self) -> list[Holding]:
         spans = self.backward_spans()
         done = [(moment, name) for name, moment in self.timeline.gradients]
+        by_block: list[list[_Piece]] = [[] for _ in self.starts]
+        for piece in self.pieces:
+            by_block[piece.block].append(piece)
         found = []
         for block, (begin, end, span) in enumerate(zip(self.begins, self.ends, spans, strict=True)):
-            own = [piece for piece in self.pieces if piece.block == block and piece.forward]
+            own = [piece for piece in by_block[block] if piece.forward]
             left = [piece for piece in own if piece.left]
             passed = [piece for piece in left if piece.used > end]
-            others = [piece for piece in self.pieces if not (piece.left and piece.block < block)]
+            others = self.alive(begin + 1, end, block)
             bare = [
-                piece._replace(freed=max(piece.used, piece.born)) if piece in own and piece.left else piece
+                piece._replace(freed=max(piece.used, piece.born)) if piece.left and piece.block == block else piece
                 for piece in others
             ]
             late = [(moment, name) for moment, name in done if span[0] <= moment <= span[1]]
@@ -77,10 +86,15 @@ class _Cut:
                     passed=_sum(passed),
                     forward=self.moments(others, begin + 1, end, block, []),
                     bare=self.moments(bare, begin + 1, end, block, []),
-                    backward=self.moments(others, *span, block, late) if span[1] >= span[0] else (),
+                    backward=self.moments(self.alive(*span, block), *span, block, late) if span[1] >= span[0] else (),
                 )
             )
         return found
+
+    def alive(self, first: int, last: int, block: int) -> list[_Piece]:
+        """The pieces there at some moment from ``first`` to ``last``, but for what earlier blocks left for backward."""
+        there = (self.born <= last) & (self.freed >= first) & ~(self.left & (self.of < block))
+        return [self.pieces[number] for number in np.flatnonzero(there)]
 
     def moments(
         self, pieces: list[_Piece], first: int, last: int, block: int, done: list[tuple[int, str]]

@@ -184,9 +184,12 @@ class Search:
         made = candidate(self.question, core, spread, starts)
         if self.least_states(profile, made) > self.usable_bytes:
             return None
-        held = ranks(profile, made, device)
+        room_bytes = self.usable_bytes * core.pipeline
+        held = ranks(profile, made, device, room_bytes)
         shrunk = np.ones(core.pipeline)
         for _ in range(_MOVES):
+            if len(held) < core.pipeline:  # too much for all of them together, wherever the cuts are
+                return None
             full = np.array([each.total_bytes for each in held]) / self.usable_bytes
             if full.max() <= 1:
                 return made, max(held, key=lambda each: each.total_bytes)
@@ -198,7 +201,7 @@ class Search:
             if found is None or found == made.starts:
                 return None
             made = made._replace(starts=found)
-            held = ranks(profile, made, device)
+            held = ranks(profile, made, device, room_bytes)
         return None
 
     @staticmethod
@@ -216,16 +219,27 @@ class Search:
 
     def fits(self, core: Core, starts: tuple[int, ...]) -> bool:
         """Whether any way to hold the weights does: the one that holds least."""
+        if self.least_held(core, starts) > self.usable_bytes * core.pipeline:
+            return False
         spread = Spread(1, core.data, 3, core.data > 1)
+        return self.fitted(core, spread, starts) is not None
+
+    def least_held(self, core: Core, starts: tuple[int, ...]) -> float:
+        """Bytes that all of a pipeline's ranks hold at least at their fullest moments, without weights' state: what
+        waits for backward, or at the step's end what was sent; and the buffers of what comes in from neighbours."""
         left = np.add.reduceat(self.left(core), starts)
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
-        held = [
+        blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
+        crossing = np.zeros(core.pipeline)  # bytes of a micro-batch that cross the rank's ends, one way
+        for stage, start in enumerate(starts[1:], 1):
+            if place[stage] != place[stage - 1]:
+                crossing[place[stage - 1 : stage + 1]] += blocks[start].carried_bytes * core.micro_batch
+        waits = [
             in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
             for rank in range(core.pipeline)
         ]
-        if sum(held) > self.usable_bytes * core.pipeline:
-            return False
-        return self.fitted(core, spread, starts) is not None
+        held = np.maximum(waits, crossing * (core.accumulation - 1)) + crossing * core.accumulation
+        return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
 
     def plans(
         self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf

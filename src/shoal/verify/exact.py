@@ -18,7 +18,7 @@ from shoal.verify.dropout import FORMS, Keyed, dropped
 #: Functions with a dropout of other forms, which is switched off, and where its probability stands.
 OFF: dict[Any, tuple[str, int]] = {
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout), ("p", 1)),
-    F.multi_head_attention_forward: ("dropout_p", 11),
+    F.multi_head_attention_forward: ("dropout_p", 10),
 }
 _CASTS: dict[Any, Any] = {Tensor.float: Tensor.double}
 

@@ -109,8 +109,13 @@ class Probe:
             for number, (tensor, offsets) in enumerate(regions):
                 narrow = tensor.is_floating_point() and tensor.element_size() < 4
                 local = (tensor.float() if narrow else tensor).detach().cpu().contiguous()
-                arrays[f"{name}#{number}"] = local.numpy()
-                facts[f"{name}#{number}"] = {"name": name, "shape": shape, "offsets": offsets}
+                pair = tensor.is_complex()  # its parts are two numbers along a dimension of their own
+                arrays[f"{name}#{number}"] = (torch.view_as_real(local.resolve_conj()) if pair else local).numpy()
+                facts[f"{name}#{number}"] = {
+                    "name": name,
+                    "shape": (*shape, 2) if pair else shape,
+                    "offsets": (*offsets, 0) if pair else offsets,
+                }
         stem = f"step-{report.step}-rank-{self.rank}"
         save_file(arrays, self.folder / f"{stem}.safetensors")
         micros = [

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
-from shoal.blueprint.structures import mapped, stands_for_parameter, tensors
+from shoal.blueprint.structures import mapped, stands_for_parameter, tensors, with_tensors
 from shoal.core.errors import ModelError
 from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
 
@@ -193,7 +192,8 @@ class _Recorder(_Pass):
         own = {name: self.fake(t) for name, t in module.named_parameters()}
         own |= {name: self.skeleton.fake_of(t) for name, t in module.named_buffers()}
         fake_args, fake_kwargs = mapped(self.fake, args), mapped(self.fake, kwargs)
-        result = self.on_fakes(path, lambda: functional_call(module, own, fake_args, fake_kwargs))
+        with with_tensors(module, own):
+            result = self.on_fakes(path, lambda: module(*fake_args, **fake_kwargs))
         direct = [self.skeleton.names[id(p)] for p in module.parameters()]
         return self.event(f"unit {path}", self.read((args, kwargs)), direct, result, None)
 
