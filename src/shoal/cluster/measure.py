@@ -7,7 +7,6 @@ A collective is measured in all groups of its size at once, as a training step r
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -203,18 +202,12 @@ class Bench:
 
     def optimizer(self, budget_s: float) -> float:
         """Bytes per second of a fused AdamW step on 16 tensors."""
-        numel = self.grid.optimizer_numel // 16
-        weights = [torch.nn.Parameter(torch.rand(numel, device=self.place)) for _ in range(16)]
-        for weight in weights:
-            weight.grad = torch.rand_like(weight)
-        step = torch.optim.AdamW(weights, lr=1e-6, fused=True).step
-        return 16 * numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
+        step, numel = operations.optimizer(self.place, self.grid.optimizer_numel)
+        return numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
 
     def host(self, nbytes: int, budget_s: float) -> float:
         """Bytes per second from the device to the host's memory."""
-        source = torch.rand(nbytes // 4, device=self.place)
-        target = torch.empty(nbytes // 4, pin_memory=self.place.type == "cuda")
-        return nbytes / self.mean(self.seconds(lambda: target.copy_(source, non_blocking=True), budget_s))
+        return nbytes / self.mean(self.seconds(operations.to_host(self.place, nbytes), budget_s))
 
     # -- links
 
@@ -323,14 +316,7 @@ class Bench:
         data = os.urandom(mine)
         self.largest(0.0)  # all begin together
         start_s = time.perf_counter()
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            fault = ""
-        except OSError as error:
-            fault = f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder"
+        fault = machine.write_synced(folder, data)
         seconds = self.largest(time.perf_counter() - start_s)
         if self.largest(float(bool(fault))):
             raise ConfigError(fault or f"{folder} takes no file on another machine; name another folder")

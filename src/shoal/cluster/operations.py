@@ -110,3 +110,18 @@ def chain(place: torch.device) -> tuple[Call, int]:
     blocks = nn.Sequential(*(_Block() for _ in range(CHAIN))).to(place)
     x = torch.rand(2, 8, device=place, requires_grad=True)
     return (lambda: blocks(x).sum().backward()), CHAIN * KERNELS
+
+
+def optimizer(place: torch.device, numel: int) -> tuple[Call, int]:
+    """A step of a fused AdamW on 16 tensors of ``numel`` numbers in all, and how many they have."""
+    weights = [nn.Parameter(torch.rand(numel // 16, device=place)) for _ in range(16)]
+    for weight in weights:
+        weight.grad = torch.rand_like(weight)
+    return torch.optim.AdamW(weights, lr=1e-6, fused=True).step, numel // 16 * 16
+
+
+def to_host(place: torch.device, nbytes: int) -> Call:
+    """A copy to the host's memory."""
+    source = torch.rand(nbytes // 4, device=place)
+    target = torch.empty(nbytes // 4, pin_memory=place.type == "cuda")
+    return lambda: target.copy_(source, non_blocking=True)
