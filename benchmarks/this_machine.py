@@ -2,7 +2,7 @@
 
 python benchmarks/this_machine.py                        # about ten minutes on two cores, as root
 python benchmarks/this_machine.py --raw raw.json         # keep what was measured
-python benchmarks/this_machine.py --from raw.json        # predict anew from that, in seconds
+python benchmarks/this_machine.py --from raw.json ...    # predict anew from such files, in seconds
 
 Worlds of 2 and of 4 workers of one thread. Links: loopback, and two network namespaces (made here, gone afterwards)
 with half of the ranks in each, joined by a veth pair that ``tc ... tbf`` limits. Constants are what ``shoal measure``
@@ -177,8 +177,9 @@ def _wanted(core: Core, world: int) -> bool:
 
 
 def _worth(core: Core, spread: Spread) -> bool:
-    """Levels 1 and 2 are one program where a window is one micro-batch; pipelines hold weights whole within a step."""
-    return spread.level == 3 or (spread.level == 1 and core.pipeline == 1)
+    """Levels 1 and 2 are one program where a window is one micro-batch, pipelines hold weights whole within a step, and
+    in hybrids level 3 stands for all."""
+    return spread.level == 3 or (spread.level == 1 and spread.shard == core.data and core.pipeline * core.tensor == 1)
 
 
 def told(made: Candidate) -> dict[str, Any]:
@@ -385,7 +386,7 @@ def joined(rate: float | None) -> Iterator[None]:
             _run(*inside, "link", "set", "lo", "up")
             burst = max(16 * 1024, int(rate / 1000))  # what the bucket holds passes at once
             _run("tc", "-n", _namespace(node), "qdisc", "add", "dev", _end(node), "root", "tbf",
-                 "rate", f"{rate * 8:.0f}bit", "burst", f"{burst}", "latency", "100ms")  # fmt: skip
+                 "rate", f"{rate * 8:.0f}bit", "burst", f"{burst}", "latency", "1s")  # fmt: skip
         yield
     finally:
         for node in (0, 1):
@@ -545,16 +546,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plan-s", type=float, default=2.0, help="seconds after which a plan has run enough steps")
     parser.add_argument("--budget-s", type=float, default=10.0, help="seconds for the constants of a world and link")
     parser.add_argument("--raw", help="a file for what was measured")
-    parser.add_argument("--from", dest="source", help="such a file, in place of measuring")
+    parser.add_argument("--from", dest="sources", nargs="+", help="such files, in place of measuring")
     parser.add_argument("--every", action="store_true", help="print every plan too")
     return parser.parse_args()
+
+
+def together(paths: Sequence[str]) -> dict[str, Any]:
+    """What was measured in several calls, of one batch on one machine."""
+    read = [json.loads(Path(path).read_text()) for path in paths]
+    return {**read[0], **{name: [each for one in read for each in one[name]] for name in ("constants", "rows")}}
 
 
 def main() -> None:
     """Measure or read, predict, compare."""
     args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # namespaces go on the way out
-    raw = json.loads(Path(args.source).read_text()) if args.source else measured(args)
+    raw = together(args.sources) if args.sources else measured(args)
     if args.raw:
         Path(args.raw).write_text(json.dumps(raw))
     rows = predicted(raw)

@@ -107,3 +107,10 @@ def test_sharing_next_to_nothing_plays_as_no_sharing(schedule, chunks, bubble):
     alone, shared = (play(schedule, 4, chunks, 8, times, sharing) for sharing in (1.0, 1 + 1e-12))
     assert shared.makespan == pytest.approx(alone.makespan) and shared.chunks == alone.chunks
     assert shared.busy == pytest.approx(alone.busy)
+
+
+@pytest.mark.parametrize("sharing", [1.0, 1 + 1e-12])
+def test_what_one_rank_sends_another_goes_one_after_the_other(sharing):
+    """Two micro-batches arrive at 11 and 21, their gradients at 33 and 43."""
+    times = [StageTime(1.0, 1.0, 0.5, 10.0), StageTime(1.0, 1.0, 0.5)]
+    assert play("gpipe", 2, 1, 2, times, sharing).makespan == pytest.approx(44.0)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
+from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
 from shoal.plan.profile import Block, Profile
@@ -27,12 +28,6 @@ _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 #: Spread of a device's time for a step over its mean: fitted to MPT on 8 to 512 and InternLM on 8 to 1,024 devices
 #: (0.035 to 0.047). Rates of devices are those of the slowest in a node of 8, on which they were fitted.
 JITTER, NODE = 0.04, 8
-
-#: What the engine does besides on a host that also computes, in starts of a kernel (device.launch_s): for each tensor,
-#: context or expert collective; each gathering or scattering of a shard; each action of a pipeline, and in place of
-#: that each backward of weights alone. Fitted to processor seconds of the main thread (docs/planning.md).
-CALL_STARTS, UNIT_STARTS, ACTION_STARTS, WEIGHTS_STARTS = 30, 80, 80, 230
-_SPLIT = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 
 class Pass(NamedTuple):
@@ -125,7 +120,9 @@ class Prices:
             replicate_s=replicate,
             bubble_s=makespan - worked - sent,
             optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
-            rest_s=share * total.launch + straggling(candidate.world) * makespan,
+            rest_s=share * total.launch
+            + host.figures_s(candidate, self.cluster)
+            + straggling(candidate.world) * makespan,
         )
 
     def stages(self, candidate: Candidate) -> list[Work]:
@@ -151,7 +148,7 @@ class Prices:
     def _work(self, part: Part, candidate: Candidate) -> Work:
         """One micro-batch on a part."""
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
-        starts = self._action_starts(candidate)
+        starts = host.action_starts(candidate, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
@@ -165,18 +162,12 @@ class Prices:
             )
         return self._passes[key]
 
-    def _action_starts(self, candidate: Candidate) -> tuple[int, int]:
-        """Of a forward and of a backward of a pipeline, where the host computes."""
-        if candidate.mesh.pipeline == 1 or self.cluster.device.kernels != "cpu":
-            return 0, 0
-        return ACTION_STARTS, ACTION_STARTS + WEIGHTS_STARTS * (candidate.schedule in _SPLIT)
-
     def _block(self, block: Block, candidate: Candidate) -> Work:
         """One micro-batch on one block: the device computes and sends in turn, and waits where the host is slower."""
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
-        host = sum(op.launches for op in block.ops) * device.launch_s
+        started = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
@@ -185,15 +176,16 @@ class Prices:
         )
         back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
         backward += again * forward
-        if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
+        adds = self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3
+        if adds or host.computes(device):  # into the buckets
             backward += self._accumulated(block, candidate)
         waits = block.waits * device.launch_s
-        if device.kernels == "cpu":  # the host itself computes, so that nothing hides what it takes to start a kernel
-            waits, host = waits + host, 0.0
-            waits += CALL_STARTS * device.launch_s * len(block.traffic) / 2
+        if host.computes(device):  # nothing hides what it takes to start a kernel
+            waits += started + host.CALL * device.launch_s * len(block.traffic) / 2
+            started = 0.0
         return Work(
-            Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
+            Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
+            Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
         )
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
@@ -287,8 +279,9 @@ class Prices:
         unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
         bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
-        if shard.ranks > 1 and self.cluster.device.kernels == "cpu":
-            return self._in_turn(candidate, stages, mine)
+        if shard.ranks > 1 and host.computes(self.cluster.device):
+            units, rest = self._units(stages, mine)
+            return host.in_turn(units, rest, candidate, shard, copies, self.cluster.device)
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
         elif shard.ranks > 1:
@@ -298,7 +291,9 @@ class Prices:
                 reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
             )
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
-        if copies.ranks > 1:
+        if copies.ranks > 1 and host.computes(self.cluster.device):
+            beside = host.summed(copies, numel * states.sent, candidate, backward, slowdown)
+        elif copies.ranks > 1:
             part = 1 / candidate.mesh.shard
             reduce = bucketed(copies, "all_reduce", numel * states.sent * part, bucket * part)
             tail = copies.seconds("all_reduce", bucket * part)
@@ -318,29 +313,13 @@ class Prices:
             total += count * exposed(gather[before] + scatter[after], works[after].backward.total, slowdown)
         return total
 
-    def _in_turn(self, candidate: Candidate, stages: list[Part], mine: list[int]) -> tuple[float, float]:
-        """The same where sharding has no streams and hides nothing: every repeated block is gathered by itself, and
-        what lies in none together; in a pipeline that rest is held whole and summed."""
-        shard, copies, states = self._span("shard", candidate), self._span("replicate", candidate), candidate.states
+    def _units(self, stages: list[Part], mine: list[int]) -> tuple[list[float], float]:
+        """Numbers in every repeated block of a rank, and in all else."""
         units, rest = [], 0.0
         for kind, count in (pair for stage in mine for pair in stages[stage].kinds):
             units += [self._numel[kind]] * (count * self._sample[kind].repeated)
             rest += self._numel[kind] * count * (not self._sample[kind].repeated)
-        staged = candidate.mesh.pipeline > 1
-        micro = candidate.accumulation if candidate.shard_level == 3 and not staged else 1
-        calls = [(numel, 2 if candidate.shard_level == 3 and not staged else 1) for numel in units]
-        wire = beside = 0.0
-        start = UNIT_STARTS * self.cluster.device.launch_s
-        for numel, gathers in calls if staged else [*calls, (rest, 1)]:
-            whole, sent = numel * states.weight, numel * states.sent
-            copies_s = start + stream_seconds(self.cluster.device, 2 * whole)
-            wire += gathers * (shard.seconds("all_gather", whole) + copies_s)
-            wire += shard.seconds("reduce_scatter", sent) + copies_s
-            beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
-        if staged and rest:
-            wire += shard.seconds("all_reduce", rest * states.sent)
-            beside += copies.seconds("all_reduce", rest * states.sent)
-        return micro * wire, micro * beside
+        return units, rest
 
     def _block_work(self, kind: int, candidate: Candidate) -> Work:
         return self._work(Part(((kind, 1),), (), kind, kind), candidate)
@@ -358,7 +337,9 @@ class Prices:
         nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
         if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
             return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
-        return nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
+        weights = sum(len(self._sample[kind].weights) * count for stage in mine for kind, count in stages[stage].kinds)
+        started = host.UPDATE * weights * device.launch_s * host.computes(device)
+        return started + nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
 
 
 def straggling(world: int) -> float:
