@@ -48,7 +48,7 @@ def test_every_number_that_a_preset_gives_has_an_address(name):
 def test_what_the_presets_leave_out_is_off():
     cluster = preset("h100")
     left = set(numbers(cluster.model_dump(exclude={"sources"}))) - set(cluster.sources)
-    assert left == {"nodes"}
+    assert left == {"nodes", "device.sharing"}  # and every device has its own processor
 
 
 def test_devices_and_links_that_people_have_are_there():

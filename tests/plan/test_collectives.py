@@ -84,3 +84,14 @@ def test_a_missing_link_is_refused_by_name():
     lone = CLUSTER.model_copy(update={"between": None})
     with pytest.raises(ConfigError, match="no link between nodes.*add \\[between\\]"):
         over(lone, "tensor", Mesh(tensor=16)).seconds("all_reduce", 1.0)
+
+
+def test_all_ranks_of_several_nodes_go_by_what_was_measured_of_them():
+    line = Fit(collective="all_reduce", ranks=32, latency_s=1.0, bytes_per_s=1e9)
+    pair = Fit(collective="all_reduce", ranks=4, latency_s=3.0, bytes_per_s=1e9)
+    far = FAR.model_copy(update={"fits": (pair, line)})
+    cluster = CLUSTER.model_copy(update={"between": far})
+    assert span(cluster, 1, 32).seconds("all_reduce", 1e9) == pytest.approx(2.0)
+    assert span(cluster, 1, 16).seconds("all_reduce", 1e9) == span(CLUSTER, 1, 16).seconds("all_reduce", 1e9)
+    assert span(cluster, 1, 32).seconds("all_gather", 1e9) == span(CLUSTER, 1, 32).seconds("all_gather", 1e9)
+    assert span(cluster, 8, 4).seconds("all_reduce", 1e9) == pytest.approx(4.0)

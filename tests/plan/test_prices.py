@@ -4,9 +4,11 @@ import time
 
 import pytest
 
-from shoal.cluster.facts import Cluster, Device, Link, Product, Stream
+from shoal.cluster.facts import Cluster, Device, Fit, Function, Link, Product, Stream
 from shoal.core.errors import ConfigError
 from shoal.plan.candidate import Candidate, States
+from shoal.plan.collectives import Span
+from shoal.plan.host import summed
 from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
 from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
@@ -193,3 +195,91 @@ def test_a_pipeline_without_a_schedule_and_a_precision_without_a_peak_are_refuse
         ConfigError, match="d has no peak in fp32, in which the model computes.*add device.flops_per_s.fp32"
     ):
         price(profile(GPT, 512, precision="fp32"), lone(), CLUSTER)
+
+
+def on_cpu(**values):
+    return CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"kernels": "cpu", **values})})
+
+
+def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
+    bare, cluster = op(flops=5e10), on_cpu()
+    sums = tuple(Traffic("tensor", "all_reduce", phase, 0.0) for phase in ("forward", "backward"))
+    tensor = model(block("a", bare, traffic=sums), block("b", bare))
+    assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(3 * 2 * 30 * 1e-5, rel=1e-4)
+    stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
+    half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
+    assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * 80 * 1e-5, rel=1e-4)
+    split = price(stages, half._replace(schedule="interleaved-zero-bubble"), cluster)
+    assert split.rest_s == pytest.approx(4 * (2 * 80 + 230) * 1e-5, rel=1e-4)
+    assert price(stages, half, CLUSTER).rest_s == 0
+
+
+def test_a_host_that_computes_hides_no_start():
+    made = model(block("a", op(flops=5e10, launches=10)))
+    assert price(made, lone(), CLUSTER).rest_s == 0
+    assert price(made, lone(), on_cpu()).rest_s == pytest.approx(2 * 10 * 1e-5)
+
+
+def test_measured_functions_and_attention_go_before_constants():
+    function = Function(name="op", bytes=100.0, forward_s=2.0, backward_s=3.0)
+    attention = Product(precision="bf16", m=64, k=64, n=64, seconds=1e-3)
+    device = DEVICE.model_copy(update={"functions": (function,), "attentions": (attention,)})
+    asked = op(moved=50.0, kind="memory", backward=1.0)
+    assert op_seconds(asked, 4, device, "bf16") == pytest.approx((4.0, 6.0))
+    assert op_seconds(asked._replace(backward=0.0), 4, device, "bf16") == pytest.approx((4.0, 0.0))
+    assert op_seconds(asked._replace(name="other"), 4, device, "bf16") == op_seconds(asked, 4, DEVICE, "bf16")
+    rate = 2 * 64**3 / 1e-3
+    assert op_seconds(op(flops=rate, kind="attention"), 3, device, "bf16") == pytest.approx((3.0, 6.0))
+
+
+def test_shards_without_streams_are_gathered_in_turn():
+    """Three blocks of one number in bytes per weight: gathered twice and scattered once each, nothing hidden."""
+    made = model(*(block(name, op(flops=5e13), numel=8 * 10**9) for name in "abc"))
+    cluster = on_cpu(memory_bytes_per_s=1e30, launch_s=0)
+    candidate = lone(Mesh(shard=8), accumulation=3)
+    each = 8e9 * 4 * 7 / 8 / 100e9
+    assert price(made, candidate, cluster).shard_s == pytest.approx(3 * 3 * 3 * each)
+    assert price(made, candidate._replace(shard_level=2), cluster).shard_s == pytest.approx(3 * 2 * each)
+    both = price(made, candidate._replace(mesh=Mesh(replicate=8, shard=8)), cluster)
+    assert both.replicate_s == pytest.approx(3 * 3 * 2 * (7 * 0 + 8e9 / 8 * 4 * 7 / 8 / 10e9))
+
+
+def test_small_weights_and_figures_cost_starts_and_a_sum():
+    made = model(block("a", numel=1), block("b", numel=1))
+    slow = on_cpu(memory_bytes_per_s=1e30).model_copy(update={"inside": Link(bytes_per_s=1e9, base_s=0.5)})
+    alone, two = (price(made, lone(Mesh(tensor=tensor)), slow) for tensor in (1, 2))
+    assert alone.optimizer_s == pytest.approx(2 * 1e-5)
+    assert (alone.rest_s, two.rest_s) == (0, pytest.approx(0.5, rel=1e-4))
+
+
+def test_gradients_are_summed_in_buckets_from_when_they_are_there():
+    """Buckets of 1 and 3 of 4 bytes, one second each byte, after a backward of 8 seconds."""
+    where = Span(2, 1, Link(bytes_per_s=1.0), None)
+    asked = lone(Mesh(replicate=2), bucket_bytes=3, first_bucket_bytes=1)
+    assert summed(where, 4.0, asked, 8.0, 1.0) == pytest.approx(3.0)  # 2 to 3; 8 to 11
+    assert summed(where, 4.0, asked, 0.5, 1.0) == pytest.approx(4 - 0.5 * 3 / 4)
+    assert summed(where, 4.0, asked, 8.0, 1.5) == pytest.approx(3.0 + 0.5 * 1.0)
+    staged = asked._replace(mesh=Mesh(replicate=2, pipeline=2))
+    assert summed(where, 4.0, staged, 8.0, 1.5) == pytest.approx(4.0)
+
+
+def test_a_pair_that_has_the_nodes_link_to_itself_sends_as_measured_alone():
+    def fit(ranks, seconds):
+        return Fit(collective="p2p", ranks=ranks, latency_s=seconds, bytes_per_s=1e30)
+
+    near, far = (Link(bytes_per_s=1e9, fits=fits) for fits in ((fit(2, 1.0),), (fit(2, 4.0), fit(4, 2.0))))
+    cluster = on_cpu().model_copy(update={"devices_per_node": 2, "nodes": 2, "inside": near, "between": far})
+    made = model(*(block(name, op(flops=5e10), carried=8.0) for name in "abcd"))
+    four = lone(Mesh(pipeline=4), accumulation=4, schedule="1f1b", starts=(0, 1, 2, 3))
+    two = lone(Mesh(pipeline=2, replicate=2), accumulation=4, schedule="1f1b", starts=(0, 2))
+    prices = Prices(made, cluster)
+    assert [time.send for time in prices._pipeline(four, prices.stages(four))[1]] == [1.0, 2.0, 1.0, 0.0]
+    assert [time.send for time in prices._pipeline(two, prices.stages(two))[1]] == [4.0, 0.0]
+
+
+def test_the_parts_of_a_step_on_shared_processors_add_up():
+    made = model(*(block(name, op(flops=5e13), carried=8.0) for name in "abcd"))
+    candidate = lone(Mesh(pipeline=4), accumulation=4, schedule="1f1b", starts=(0, 1, 2, 3))
+    alone, shared = (price(made, candidate, on_cpu(sharing=sharing)) for sharing in (1.0, 4.0))
+    assert shared.bubble_s == pytest.approx(0, abs=1e-9) and alone.bubble_s > 0
+    assert shared.compute_s == pytest.approx(alone.compute_s)

@@ -89,3 +89,28 @@ def test_lists_that_wait_for_each_other_are_refused(monkeypatch):
     monkeypatch.setattr(simulate, "action_lists", lambda *_: stuck)
     with pytest.raises(ConfigError, match="waits for itself"):
         play("1f1b", 2, 1, 2, [StageTime(1, 2)] * 2)
+
+
+def test_ranks_that_share_processors_are_faster_while_others_wait():
+    """Two ranks on one processor: nothing is lost in the bubble, and what is sent is still waited for."""
+    times = [StageTime(F, B, W)] * 2
+    assert play("1f1b", 2, 1, 4, times, sharing=2.0).makespan == pytest.approx(4 * (F + B) * 2 / 2)
+    alone = 2 * (F + B) / 1.5  # each rank works through one bubble of the other, at 1.5 instead of 2
+    assert play("1f1b", 2, 1, 4, times, sharing=1.5).makespan == pytest.approx(4 * (F + B) + alone / 4)
+    sent = play("gpipe", 2, 1, 1, [StageTime(F, B, W, 1.0)] * 2, sharing=2.0)
+    assert sent.makespan == pytest.approx((F + B) + 2 * 1.0)
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "bubble"), SCHEDULES)
+def test_sharing_next_to_nothing_plays_as_no_sharing(schedule, chunks, bubble):
+    times = [StageTime(F + stage % 3, B, W, 0.25) for stage in range(4 * chunks)]
+    alone, shared = (play(schedule, 4, chunks, 8, times, sharing) for sharing in (1.0, 1 + 1e-12))
+    assert shared.makespan == pytest.approx(alone.makespan) and shared.chunks == alone.chunks
+    assert shared.busy == pytest.approx(alone.busy)
+
+
+@pytest.mark.parametrize("sharing", [1.0, 1 + 1e-12])
+def test_what_one_rank_sends_another_goes_one_after_the_other(sharing):
+    """Two micro-batches arrive at 11 and 21, their gradients at 33 and 43."""
+    times = [StageTime(1.0, 1.0, 0.5, 10.0), StageTime(1.0, 1.0, 0.5)]
+    assert play("gpipe", 2, 1, 2, times, sharing).makespan == pytest.approx(44.0)

@@ -14,7 +14,7 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError
 
 #: Counted up when what is measured changes, so that older files are not taken for new ones.
-FORMAT = 1
+FORMAT = 2
 
 
 class Kept(NamedTuple):

@@ -39,6 +39,15 @@ class Stream(Settings):
     seconds: float = Field(gt=0, description="of one operation")
 
 
+class Function(Settings):
+    """A measured element-wise function whose arithmetic may take longer than its memory traffic."""
+
+    name: str = Field(description="as a trace has it, for example gelu")
+    bytes: float = Field(gt=0, description="read and written by the forward")
+    forward_s: float = Field(gt=0, description="of one forward")
+    backward_s: float = Field(ge=0, description="of its backward")
+
+
 class Device(Settings):
     """One device. Rates are per second; shares are of the peak, attainable by the best kernels."""
 
@@ -57,11 +66,18 @@ class Device(Settings):
     overlap_slowdown: float = Field(
         default=1.0, ge=1, description="factor on compute while a collective runs beside it"
     )
+    sharing: float = Field(
+        default=1.0, ge=1, description="ranks that take turns on one processor: so much faster is one while others wait"
+    )
     optimizer_bytes_per_s: float | None = Field(
         default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
     )
     products: tuple[Product, ...] = Field(default=(), description="measured matrix products, by shape and precision")
+    attentions: tuple[Product, ...] = Field(
+        default=(), description="measured attention: m queries of all heads, k wide, n keys; half its seconds"
+    )
     streams: tuple[Stream, ...] = Field(default=(), description="measured element-wise operations, by size")
+    functions: tuple[Function, ...] = Field(default=(), description="measured element-wise functions, by name")
 
 
 class Fit(Settings):

@@ -24,7 +24,8 @@ class Grid(Settings):
     smallest_bytes: int = Field(default=KIB, ge=64, description="of a collective's buffer")
     largest_bytes: int = Field(default=256 * MIB, description="of a collective's buffer; less over slow links")
     sizes: int = Field(default=10, ge=2, description="buffers from the smallest to the largest")
-    attention: tuple[int, int, int, int] = Field(default=(4, 4, 256, 64), description="batch, heads, positions, width")
+    attentions: tuple[tuple[int, int, int, int], ...] = Field(description="batch, heads, positions, width")
+    function: tuple[int, int] = Field(default=(1024, 512), description="rows and width of element-wise functions")
     optimizer_numel: int = Field(default=8 * MIB, description="parameters of the measured optimizer step")
     disk_bytes: int = Field(default=128 * MIB, description="written and synced")
     budget_s: float = Field(default=40.0, gt=0, description="for all of it, about")
@@ -41,7 +42,8 @@ def grid(kind: Literal["cpu", "cuda"]) -> Grid:
             precisions=("fp32", "fp16", "fp64"),
             corners=((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096)),
             stream_bytes=tuple(3 * 4**step * 16 * KIB for step in range(8)),
-            attention=(4, 16, 2048, 128),
+            attentions=((16, 16, 512, 64), (4, 16, 2048, 128)),
+            function=(16384, 4096),
             optimizer_numel=128 * MIB,
             disk_bytes=1024 * MIB,
         )
@@ -53,6 +55,7 @@ def grid(kind: Literal["cpu", "cuda"]) -> Grid:
         precisions=("fp64", "bf16", "fp16"),
         corners=CORNERS,
         stream_bytes=tuple(3 * 4**step * 4 * KIB for step in range(8)),
+        attentions=((16, 4, 64, 32), (4, 4, 256, 32), (16, 4, 64, 64), (4, 4, 256, 64), (1, 4, 1024, 64)),
     )
 
 
@@ -78,7 +81,8 @@ def tiny() -> Grid:
         stream_bytes=(48 * KIB, 768 * KIB),
         largest_bytes=256 * KIB,
         sizes=8,
-        attention=(1, 2, 32, 16),
+        attentions=((1, 2, 32, 16),),
+        function=(64, 64),
         optimizer_numel=64 * KIB,
         disk_bytes=MIB,
         budget_s=1.0,

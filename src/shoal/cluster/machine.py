@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 
@@ -27,6 +28,18 @@ def memory_bytes() -> int:
 def resident_bytes() -> int:
     """What this process holds of it."""
     return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def write_synced(folder: Path, data: bytes) -> str:
+    """Write and sync a file that is gone afterwards; why that was not possible, or nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder"
+    return ""
 
 
 def groups(world: int, count: int, stride: int, extent: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Measures the machines of the process group that is there: the only module of ``cluster`` that imports torch.
+"""Measures the machines of the process group that is there. Of ``cluster`` only this and operations.py import torch.
 
 Compute and memory are measured with every rank busy, since ranks of one machine share its memory, caches and power.
 A collective is measured in all groups of its size at once, as a training step runs it.
@@ -7,7 +7,6 @@ A collective is measured in all groups of its size at once, as a training step r
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -16,10 +15,9 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from shoal.cluster import machine
-from shoal.cluster.facts import Cluster, Collective, Device, Fit, Link, Product, Stream
+from shoal.cluster import machine, operations
+from shoal.cluster.facts import Cluster, Collective, Device, Fit, Function, Link, Product, Stream
 from shoal.cluster.fit import half_and_rates, line
 from shoal.cluster.grid import Grid
 from shoal.core.errors import ConfigError
@@ -29,9 +27,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
 ADAMW_BYTES = 28
-#: Parts of the budget: products, element-wise operations by size, each of seven small ones, all links.
-PRODUCTS, STREAMS, SMALL, LINKS = 0.25, 0.05, 0.03, 0.49
-_CHAIN = 64
+#: Parts of the budget: products, element-wise operations by size, functions, each of eight small ones, all links.
+PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.46
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
 
@@ -147,12 +144,10 @@ class Bench:
     # -- one device
 
     def product(self, precision: str, shape: tuple[int, int, int], budget_s: float) -> Product:
-        """A linear layer's forward, as torch calls it: x (m, k), w (n, k)."""
+        """A third of a linear layer's forward and backward, as torch calls it: x (m, k), w (n, k)."""
         m, k, n = shape
-        x = torch.randn(m, k, device=self.place).to(DTYPES[precision])
-        w = torch.randn(n, k, device=self.place).to(DTYPES[precision])
-        seconds = self.mean(self.seconds(lambda: F.linear(x, w), budget_s))
-        return Product(precision=precision, m=m, k=k, n=n, seconds=seconds)
+        call = operations.product(self.place, DTYPES[precision], shape)
+        return Product(precision=precision, m=m, k=k, n=n, seconds=self.mean(self.seconds(call, budget_s)) / 3)
 
     def products(self) -> tuple[Product, ...]:
         """Every shape in the main precision, and the corners in the others."""
@@ -166,56 +161,71 @@ class Bench:
         return tuple(found)
 
     def stream(self, nbytes: int, budget_s: float, fresh: bool) -> float:
-        """Seconds of z = x * y in float32, which moves ``nbytes``; ``fresh``: z is allocated, as in training."""
-        x = torch.rand(nbytes // 12, device=self.place)
-        y, z = torch.rand_like(x), torch.rand_like(x)
-        return self.mean(self.seconds((lambda: x * y) if fresh else (lambda: torch.mul(x, y, out=z)), budget_s))
+        """Seconds of a product of two vectors that moves ``nbytes``; ``fresh``: as in training."""
+        return self.mean(self.seconds(operations.stream(self.place, nbytes, fresh), budget_s))
+
+    def functions(self) -> tuple[Function, ...]:
+        """Every element-wise function, forward and backward."""
+        found = []
+        for name in operations.FUNCTIONS:
+            budget_s = self.next(FUNCTIONS / len(operations.FUNCTIONS), f"{name}")
+            forward, both, nbytes = operations.function(self.place, name, self.grid.function)
+            forward_s = self.mean(self.seconds(forward, budget_s / 2))
+            backward_s = max(0.0, self.mean(self.seconds(both, budget_s / 2)) - forward_s)
+            found.append(Function(name=name, bytes=nbytes, forward_s=forward_s, backward_s=backward_s))
+        return tuple(found)
 
     def launch(self, budget_s: float) -> float:
-        """Seconds per operation of a chain of modules on a few numbers, forward and backward."""
-        chain = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(_CHAIN))).to(self.place)
-        x = torch.rand(4, device=self.place, requires_grad=True)
-        return self.mean(self.seconds(lambda: chain(x).sum().backward(), budget_s)) / (2 * _CHAIN)
+        """Seconds per kernel of a chain of blocks on a few numbers, forward and backward."""
+        call, kernels = operations.chain(self.place)
+        return self.mean(self.seconds(call, budget_s)) / (2 * kernels)
 
-    def attention(self, precision: str, budget_s: float) -> float:
-        """FLOP/s of causal attention forward and backward, counted in full: 4 B H T T D forward, twice that back."""
-        b, h, t, d = self.grid.attention
-        q, k, v = (torch.randn(b, h, t, d, device=self.place).to(DTYPES[precision]).requires_grad_() for _ in range(3))
-        back = torch.ones_like(q)
-        call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(back)  # noqa: E731
-        return 12.0 * b * h * t * t * d / self.mean(self.seconds(call, budget_s))
+    def sharing(self, budget_s: float) -> float:
+        """How many times faster a rank's products are while the others of the world wait, at least 1."""
+        shape = self.grid.products[-1]
+        call = operations.product(self.place, DTYPES[self.grid.main_precision], shape)
+        together = self.mean(self.seconds(call, budget_s / 2))
+        alone = self.largest(self.seconds(None if self.rank else call, budget_s / 2))
+        return max(1.0, together / alone)
+
+    def attentions(self, precision: str) -> tuple[Product, ...]:
+        """Causal attention by shape: m queries of all heads, k wide, n keys; a third of forward and backward, whose
+        FLOPs are 4 m k n forward, counted in full, and twice that back."""
+        found, shapes = [], self.grid.attentions
+        for shape in shapes:
+            b, h, t, d = shape
+            budget_s = self.next(SMALL / len(shapes), f"attention, {t} positions of width {d}")
+            call = operations.attention(self.place, DTYPES[precision], shape)
+            seconds = self.mean(self.seconds(call, budget_s)) / 3 / 2
+            found.append(Product(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds))
+        return tuple(found)
 
     def optimizer(self, budget_s: float) -> float:
         """Bytes per second of a fused AdamW step on 16 tensors."""
-        numel = self.grid.optimizer_numel // 16
-        weights = [torch.nn.Parameter(torch.rand(numel, device=self.place)) for _ in range(16)]
-        for weight in weights:
-            weight.grad = torch.rand_like(weight)
-        step = torch.optim.AdamW(weights, lr=1e-6, fused=True).step
-        return 16 * numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
+        step, numel = operations.optimizer(self.place, self.grid.optimizer_numel)
+        return numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
 
     def host(self, nbytes: int, budget_s: float) -> float:
         """Bytes per second from the device to the host's memory."""
-        source = torch.rand(nbytes // 4, device=self.place)
-        target = torch.empty(nbytes // 4, pin_memory=self.place.type == "cuda")
-        return nbytes / self.mean(self.seconds(lambda: target.copy_(source, non_blocking=True), budget_s))
+        return nbytes / self.mean(self.seconds(operations.to_host(self.place, nbytes), budget_s))
 
     # -- links
 
     def link(self, where: str, sizes: range, stride: int, part: float) -> Link:
         """Every collective in groups of 2, 4, 8... and all of ``sizes``, ``stride`` ranks apart.
 
-        Where groups between machines have one rank of several in each, the whole world is measured as one group too.
+        Where groups between machines have one rank of several in each, the whole world is measured as one group too,
+        and in it the first rank with the last alone.
         """
         counts = [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
         plans = [(count, machine.groups(self.world, count, stride, sizes[-1])) for count in counts]
         if stride > 1:
             plans.append((self.world, [list(range(self.world))]))
-        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans)
+        cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans) + (stride > 1)
         fits = []
         for count, ranks in plans:
             group, mine = _joined(ranks, self.rank)
-            for kind in COLLECTIVES if count == 2 else COLLECTIVES[:-1]:
+            for kind in COLLECTIVES if count == 2 or (stride > 1 and count == self.world) else COLLECTIVES[:-1]:
                 budget_s = self.next(part / cells, f"{kind} among {count}")
                 fits.append(self.collective(kind, count, group, mine, budget_s))
         pair = next(fit for fit in fits if fit.collective == "p2p")
@@ -247,8 +257,8 @@ class Bench:
         return Fit(collective=kind, ranks=count, latency_s=latency, bytes_per_s=rate, points=tuple(points))
 
     def _call(self, kind: str, group: Any, mine: list[int], nbytes: int) -> Callable[[], object] | None:
-        """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None outside of any group."""
-        if not mine:
+        """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None where this rank has no part."""
+        if not mine or (kind == "p2p" and self.rank not in (mine[0], mine[-1])):
             return None
         whole = torch.zeros(nbytes // 4, device=self.place)
         part = torch.zeros(nbytes // 4 // len(mine), device=self.place)
@@ -267,7 +277,7 @@ class Bench:
 
     def _there_and_back(self, whole: torch.Tensor, group: Any, mine: list[int]) -> None:
         """To the other rank and back again: one way would end for the sender before it has arrived."""
-        first, second = mine
+        first, second = mine[0], mine[-1]
         if self.rank == first:
             dist.send(whole, second, group=group)
             dist.recv(whole, second, group=group)
@@ -306,14 +316,7 @@ class Bench:
         data = os.urandom(mine)
         self.largest(0.0)  # all begin together
         start_s = time.perf_counter()
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            fault = ""
-        except OSError as error:
-            fault = f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder"
+        fault = machine.write_synced(folder, data)
         seconds = self.largest(time.perf_counter() - start_s)
         if self.largest(float(bool(fault))):
             raise ConfigError(fault or f"{folder} takes no file on another machine; name another folder")
@@ -336,7 +339,7 @@ def _device(bench: Bench) -> dict[str, Any]:
         name: max(rate, max(p.flops_per_s for p in products if p.precision == name)) for name, rate in rates.items()
     }
     main = grid.main_precision
-    attention = bench.attention(main, bench.next(SMALL, "attention"))
+    attentions = bench.attentions(main)
     optimizer = bench.optimizer(bench.next(SMALL, "optimizer"))
     return {
         "name": torch.cuda.get_device_name(place) if place.type == "cuda" else machine.processor(),
@@ -344,13 +347,16 @@ def _device(bench: Bench) -> dict[str, Any]:
         "flops_per_s": peaks,
         "matmul_share": min(1.0, rates[main] / peaks[main]),
         "matmul_half": half,
-        "attention_share": min(1.0, attention / peaks[main]),
+        "attention_share": min(1.0, max(one.flops_per_s for one in attentions) / peaks[main]),
         "memory_bytes_per_s": bandwidth,
         "memory_share": min(1.0, whole / streams[-1].seconds / bandwidth),
         "launch_s": launch,
         "host_bytes_per_s": bench.host(whole, bench.next(SMALL, "copies to the host")),
         "optimizer_bytes_per_s": optimizer,
+        "sharing": bench.sharing(bench.next(SMALL, "products alone")) if place.type == "cpu" else 1.0,
         "products": products,
+        "attentions": attentions,
+        "functions": bench.functions(),
         "streams": tuple(streams),
     }
 

@@ -32,8 +32,9 @@ class Candidate(NamedTuple):
     """One way to run a model. ``mesh.context`` and ``expert`` may exceed what the engine runs; experts are divided
     within the data ranks. ``starts``: index of the first block of every stage. ``shard_level``: 1 shards optimizer
     state, 2 gradients too, 3 weights too, over ``mesh.shard``. ``keep``: share of blocks that are not
-    recomputed. ``overlap_gradients``, ``overlap_weights``: whether reducing gradients hides behind the last backward,
-    and gathering weights that the optimizer updated in shards behind the next forward."""
+    recomputed. ``first_bucket_bytes``: of the engine's first bucket of gradients, which starts the links early.
+    ``overlap_gradients``, ``overlap_weights``: whether reducing gradients hides behind the last backward, and gathering
+    weights that the optimizer updated in shards behind the next forward."""
 
     mesh: Mesh
     micro_batch: int
@@ -49,6 +50,7 @@ class Candidate(NamedTuple):
     states: States = States()
     expert: int = 1
     bucket_bytes: float = 25 * 2**20
+    first_bucket_bytes: float = 2**20
     keep: float = 0.0
     overlap_gradients: bool = True
     overlap_weights: bool = False

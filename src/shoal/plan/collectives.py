@@ -82,6 +82,8 @@ class Span(NamedTuple):
         far = _needed(self.far, "between")
         if self.inside == 1 or collective == "p2p":
             return seconds(collective, self.ranks, nbytes, far)
+        if whole := _world(collective, self.ranks, far):
+            return whole.seconds(nbytes)
         near, wide = _needed(self.near, "inside"), far.bytes_per_s * far.share
         if collective == "all_to_all":
             away = nbytes / copies * (self.across - 1) * (1 - (1 - 1 / self.across) ** copies)
@@ -93,6 +95,13 @@ class Span(NamedTuple):
             return far.base_s + ring
         hops = 2 * (math.ceil(math.log2(self.across)) * far.latency_s + (self.inside - 1) * near.latency_s)
         return far.base_s + min(ring, hops + 2 * nbytes / rate)
+
+
+def _world(collective: str, ranks: int, far: Link) -> Fit | None:
+    """The fit of all ranks of several nodes as one group, where it was measured and ``ranks`` are all."""
+    if not far.fits or max(fit.ranks for fit in far.fits) != ranks:
+        return None
+    return next((fit for fit in far.fits if (fit.collective, fit.ranks) == (collective, ranks)), None)
 
 
 def _needed(link: Link | None, where: str) -> Link:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from shoal.cluster.facts import Device
+from shoal.cluster.facts import Device, Product
 from shoal.plan.profile import Op
 
 #: Measured products that one is interpolated between.
@@ -21,14 +21,25 @@ def product_flops_per_s(device: Device, precision: str, m: float, k: float, n: f
     """
     measured = [one for one in device.products if one.precision == precision]
     if measured:
-        near = sorted((_distance(one.m, one.k, one.n, m, k, n), one.flops_per_s) for one in measured)[:NEIGHBOURS]
-        weights = [1 / (squared + 1e-6) for squared, _ in near]
-        logs = sum(weight * math.log(rate) for weight, (_, rate) in zip(weights, near, strict=True))
-        return math.exp(logs / sum(weights))
+        return _between(measured, m, k, n)
     peak = device.flops_per_s[precision]
     half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
     reached = math.prod(size / (size + half) for size in (m, k, n) if size + half)
     return peak * device.matmul_share * reached
+
+
+def attention_flops_per_s(device: Device, precision: str, m: float, k: float, n: float) -> float:
+    """Rate of attention of m queries of all heads, k wide, over n keys, counted in full: as of products, else the
+    peak's share."""
+    measured = [one for one in device.attentions if one.precision == precision]
+    return _between(measured, m, k, n) if measured else device.flops_per_s[precision] * device.attention_share
+
+
+def _between(measured: list[Product], m: float, k: float, n: float) -> float:
+    near = sorted((_distance(one.m, one.k, one.n, m, k, n), one.flops_per_s) for one in measured)[:NEIGHBOURS]
+    weights = [1 / (squared + 1e-6) for squared, _ in near]
+    logs = sum(weight * math.log(rate) for weight, (_, rate) in zip(weights, near, strict=True))
+    return math.exp(logs / sum(weights))
 
 
 def _distance(m0: float, k0: float, n0: float, m: float, k: float, n: float) -> float:
@@ -58,10 +69,20 @@ def op_seconds(op: Op, micro_batch: float, device: Device, precision: str) -> tu
     traffic (roofline, Williams et al. 2009, https://doi.org/10.1145/1498765.1498785)."""
     moved = stream_seconds(device, op.moved_bytes * micro_batch + op.fixed_bytes)
     if op.kind == "memory":
-        return moved, moved * op.backward
+        return _elementwise(op, moved, micro_batch, device)
     if op.kind == "matmul":
         rate = product_flops_per_s(device, precision, op.m * micro_batch, op.k, op.n)
     else:
-        rate = device.flops_per_s[precision] * device.attention_share
+        rate = attention_flops_per_s(device, precision, op.m * micro_batch, op.k, op.n)
     longest = max(op.flops * micro_batch / rate, moved)
     return longest, longest * op.backward
+
+
+def _elementwise(op: Op, moved_s: float, micro_batch: float, device: Device) -> tuple[float, float]:
+    """Forward and backward at the rates of the measured function of that name, where there is one; a function whose
+    gradient nobody needs has none."""
+    measured = next((one for one in device.functions if one.name == op.name), None)
+    if measured is None:
+        return moved_s, moved_s * op.backward
+    calls = op.moved_bytes * micro_batch / measured.bytes
+    return calls * measured.forward_s, calls * measured.backward_s * bool(op.backward)

@@ -142,14 +142,14 @@ class Search:
             key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute)
             if key not in self._bottlenecks:
                 self._bottlenecks[key] = balance.bottlenecks(seconds, len(seconds))
-            busy = max(busy, self._bottlenecks[key][core.stages - 1])
+            busy = max(busy, self._bottlenecks[key][core.stages - 1] / self.cluster.device.sharing)
         return core.accumulation * float(busy)
 
     def cut(self, each: Waiting) -> Waiting:
         """With stages, and a bound by them: a rank waits for the first micro-batch to come through the stages before
         it and, unless it has weights' gradients left to work out then, for its last one to go back."""
         core, starts = each.core, self.starts(each.core)
-        if core.pipeline == 1:
+        if core.pipeline == 1 or self.cluster.device.sharing > 1:  # while the others wait, a rank may be faster
             return each._replace(starts=starts)
         stages = np.add.reduceat(self.passes(core), starts, axis=0)
         busy = np.zeros(core.pipeline)

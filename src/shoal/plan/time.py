@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
+from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
 from shoal.plan.profile import Block, Profile
@@ -105,17 +106,23 @@ class Prices:
         if mesh.pipeline > 1:
             makespan, sent = self._makespan(candidate, works, exact)
         shard, replicate = max((self._gradients(candidate, stages, works, mine) for mine in ranks), key=sum)
+        worked = micro * total.total
+        if self.cluster.device.sharing > 1:  # the busiest rank may have been faster while others waited
+            worked = min(worked, makespan - sent)
+        share = worked / total.total if total.total else 0.0
         return Cost(
-            compute_s=micro * total.compute,
-            tensor_s=micro * total.tensor,
-            context_s=micro * total.context,
-            expert_s=micro * total.expert,
+            compute_s=share * total.compute,
+            tensor_s=share * total.tensor,
+            context_s=share * total.context,
+            expert_s=share * total.expert,
             pipeline_s=sent,
             shard_s=shard,
             replicate_s=replicate,
-            bubble_s=makespan - micro * total.total - sent,
+            bubble_s=makespan - worked - sent,
             optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
-            rest_s=micro * total.launch + straggling(candidate.world) * makespan,
+            rest_s=share * total.launch
+            + host.figures_s(candidate, self.cluster)
+            + straggling(candidate.world) * makespan,
         )
 
     def stages(self, candidate: Candidate) -> list[Work]:
@@ -141,14 +148,18 @@ class Prices:
     def _work(self, part: Part, candidate: Candidate) -> Work:
         """One micro-batch on a part."""
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
-        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds)
+        starts = host.action_starts(candidate, self.cluster.device)
+        key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
                 Pass(*(sum(work[side][index] * count for work, count in works) for index in range(len(Pass._fields))))
                 for side in (0, 1)
             ]
-            self._passes[key] = Work(*sides)
+            waits = [count * self.cluster.device.launch_s for count in starts]
+            self._passes[key] = Work(
+                *(side._replace(launch=side.launch + wait) for side, wait in zip(sides, waits, strict=True))
+            )
         return self._passes[key]
 
     def _block(self, block: Block, candidate: Candidate) -> Work:
@@ -156,7 +167,7 @@ class Prices:
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
-        host = sum(op.launches for op in block.ops) * device.launch_s
+        started = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
@@ -165,12 +176,16 @@ class Prices:
         )
         back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
         backward += again * forward
-        if self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3:
+        adds = self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3
+        if adds or host.computes(device):  # into the buckets
             backward += self._accumulated(block, candidate)
         waits = block.waits * device.launch_s
+        if host.computes(device):  # nothing hides what it takes to start a kernel
+            waits += started + host.CALL * device.launch_s * len(block.traffic) / 2
+            started = 0.0
         return Work(
-            Pass(forward, waits + max(0.0, host - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, waits * (1 + again) + max(0.0, host * (1 + again) - backward - sum(back)), *back),
+            Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
+            Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
         )
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
@@ -214,7 +229,7 @@ class Prices:
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
         if key not in self._plays:  # the same for every way to hold the weights
-            self._plays[key] = play(*shape, times).makespan
+            self._plays[key] = play(*shape, times, self.cluster.device.sharing).makespan
         return self._plays[key]
 
     def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:
@@ -222,19 +237,32 @@ class Prices:
         pipeline = candidate.mesh.pipeline
         if candidate.schedule is None and pipeline > 1:
             raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
-        where, blocks = self._span("pipeline", candidate), self.profile.blocks
+        blocks = self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
-        sends = [*(where.seconds("p2p", nbytes) for nbytes in sizes), 0.0]
+        sends = [*(self._sent(candidate, stage, nbytes) for stage, nbytes in enumerate(sizes)), 0.0]
         times = [
             StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
             for work, send in zip(works, sends, strict=True)
         ]
         return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
 
+    def _sent(self, candidate: Candidate, stage: int, nbytes: float) -> float:
+        """Seconds from a stage to the next: within a node, or between two, where a rank that has the node's link to
+        itself is measured apart from all of a node's ranks at once."""
+        cluster, pipeline = self.cluster, candidate.mesh.pipeline
+        schedule, each = candidate.schedule or "1f1b", candidate.world // pipeline
+        here, there = (stage_rank(schedule, at, pipeline, candidate.chunks) * each for at in (stage, stage + 1))
+        if here == there:
+            return 0.0
+        if here // cluster.devices_per_node == there // cluster.devices_per_node:
+            return Span(2, 1, cluster.inside, cluster.between).seconds("p2p", nbytes)
+        alone = each < cluster.devices_per_node
+        return Span(1, cluster.world if alone else 2, cluster.inside, cluster.between).seconds("p2p", nbytes)
+
     def played(self, candidate: Candidate) -> tuple[Event, ...]:
         """What each pipeline rank does when, from the first forward to the last backward."""
         shape, times = self._pipeline(candidate, self.stages(candidate))
-        return play(*shape, times).events
+        return play(*shape, times, self.cluster.device.sharing).events
 
     def _gradients(
         self, candidate: Candidate, stages: list[Part], works: list[Work], mine: list[int]
@@ -251,6 +279,9 @@ class Prices:
         unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
         bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
+        if shard.ranks > 1 and host.computes(self.cluster.device):
+            units, rest = self._units(stages, mine)
+            return host.in_turn(units, rest, candidate, shard, copies, self.cluster.device)
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
         elif shard.ranks > 1:
@@ -260,7 +291,9 @@ class Prices:
                 reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
             )
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
-        if copies.ranks > 1:
+        if copies.ranks > 1 and host.computes(self.cluster.device):
+            beside = host.summed(copies, numel * states.sent, candidate, backward, slowdown)
+        elif copies.ranks > 1:
             part = 1 / candidate.mesh.shard
             reduce = bucketed(copies, "all_reduce", numel * states.sent * part, bucket * part)
             tail = copies.seconds("all_reduce", bucket * part)
@@ -280,6 +313,14 @@ class Prices:
             total += count * exposed(gather[before] + scatter[after], works[after].backward.total, slowdown)
         return total
 
+    def _units(self, stages: list[Part], mine: list[int]) -> tuple[list[float], float]:
+        """Numbers in every repeated block of a rank, and in all else."""
+        units, rest = [], 0.0
+        for kind, count in (pair for stage in mine for pair in stages[stage].kinds):
+            units += [self._numel[kind]] * (count * self._sample[kind].repeated)
+            rest += self._numel[kind] * count * (not self._sample[kind].repeated)
+        return units, rest
+
     def _block_work(self, kind: int, candidate: Candidate) -> Work:
         return self._work(Part(((kind, 1),), (), kind, kind), candidate)
 
@@ -296,7 +337,9 @@ class Prices:
         nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
         if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
             return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
-        return nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
+        weights = sum(len(self._sample[kind].weights) * count for stage in mine for kind, count in stages[stage].kinds)
+        started = host.UPDATE * weights * device.launch_s * host.computes(device)
+        return started + nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
 
 
 def straggling(world: int) -> float:

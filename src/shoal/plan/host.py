@@ -1,0 +1,80 @@
+"""What a step costs besides on a host that also computes: nothing hides the engine's own work, and shards have no
+streams to hide on.
+
+Counts of kernel starts were fitted to processor seconds of the main thread (docs/planning.md, "This machine").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.cluster.facts import Cluster, Device
+from shoal.plan.candidate import Candidate
+from shoal.plan.collectives import Span, span
+from shoal.plan.rates import stream_seconds
+
+#: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
+#: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated.
+CALL, UNIT, ACTION, WEIGHTS, UPDATE = 30, 80, 80, 230, 1
+#: Bytes of what ranks tell each other once a step: loss, count, norm, signals (engine/step.py).
+FIGURES_BYTES = 2048
+_APART = ("interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+def computes(device: Device) -> bool:
+    """Whether the host itself is the device."""
+    return device.kernels == "cpu"
+
+
+def action_starts(candidate: Candidate, device: Device) -> tuple[int, int]:
+    """Of a forward and of a backward in a pipeline."""
+    if candidate.mesh.pipeline == 1 or not computes(device):
+        return 0, 0
+    return ACTION, ACTION + WEIGHTS * (candidate.schedule in _APART)
+
+
+def figures_s(candidate: Candidate, cluster: Cluster) -> float:
+    """Seconds of the step's one sum of a few figures over all ranks, after which the optimizer may begin."""
+    if candidate.world == 1 or not computes(cluster.device):
+        return 0.0
+    return span(cluster, 1, candidate.world).seconds("all_reduce", FIGURES_BYTES)
+
+
+def summed(where: Span, nbytes: float, candidate: Candidate, backward_s: float, slowdown: float) -> float:
+    """Exposed seconds of summing ``nbytes`` of gradients in the engine's buckets, in turn, each from when the last
+    backward has completed it; in a pipeline from its end on. The first bucket is small."""
+    sizes, left = [], nbytes
+    while left > 0:
+        limit = candidate.bucket_bytes if sizes else min(candidate.first_bucket_bytes, candidate.bucket_bytes)
+        sizes.append(min(left, limit))
+        left -= sizes[-1]
+    made = ended = hidden = 0.0
+    for size in sizes:
+        made += size
+        ready = backward_s * (made / nbytes if candidate.mesh.pipeline == 1 else 1.0)
+        start, ended = max(ready, ended), max(ready, ended) + where.seconds("all_reduce", size)
+        hidden += max(0.0, min(ended, backward_s) - start)
+    return max(0.0, ended - backward_s) + hidden * (slowdown - 1)
+
+
+def in_turn(
+    units: Sequence[float], rest: float, candidate: Candidate, shard: Span, copies: Span, device: Device
+) -> tuple[float, float]:
+    """Seconds of gathering and scattering shards, and of summing them over their copies, on the axes shard and
+    replicate. ``units``: numbers in every repeated block, gathered by itself; ``rest``: in what lies in none, gathered
+    together; in a pipeline that rest is held whole and summed, and all is gathered and scattered once a step."""
+    states, staged = candidate.states, candidate.mesh.pipeline > 1
+    anew = candidate.shard_level == 3 and not staged
+    calls = [(numel, 1 + anew) for numel in units] + ([] if staged else [(rest, 1)])
+    wire = beside = 0.0
+    for numel, gathers in calls:
+        whole, sent = numel * states.weight, numel * states.sent
+        copied = UNIT * device.launch_s + stream_seconds(device, 2 * whole)
+        wire += gathers * (shard.seconds("all_gather", whole) + copied)
+        wire += shard.seconds("reduce_scatter", sent) + copied
+        beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
+    times = candidate.accumulation if anew else 1
+    if staged and rest:
+        wire += shard.seconds("all_reduce", rest * states.sent)
+        beside += copies.seconds("all_reduce", rest * states.sent)
+    return times * wire, times * beside
