@@ -205,7 +205,9 @@ def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
     bare, cluster = op(flops=5e10), on_cpu()
     sums = tuple(Traffic("tensor", "all_reduce", phase, 0.0) for phase in ("forward", "backward"))
     tensor = model(block("a", bare, traffic=sums), block("b", bare))
-    assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(3 * 2 * 30 * 1e-5, rel=1e-4)
+    assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(
+        3 * 2 * 30 * 1e-5, rel=1e-4
+    )
     stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
     half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
     assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * 80 * 1e-5, rel=1e-4)
