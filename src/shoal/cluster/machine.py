@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+import time
 from pathlib import Path
 
 
@@ -30,16 +31,20 @@ def resident_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
 
 
-def write_synced(folder: Path, data: bytes) -> str:
-    """Write and sync a file that is gone afterwards; why that was not possible, or nothing."""
+def write_synced(folder: Path, data: bytes) -> tuple[str, float]:
+    """Write and sync a file that is gone afterwards; why that was not possible, or nothing, and the seconds."""
+    start_s = time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder"
-    return ""
+        return (
+            f"{folder} takes no file to measure the disk with: {error.strerror}; name another folder",
+            time.perf_counter() - start_s,
+        )
+    return "", time.perf_counter() - start_s
 
 
 def groups(world: int, count: int, stride: int, extent: int) -> list[list[int]]:
