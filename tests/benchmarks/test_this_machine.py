@@ -66,11 +66,6 @@ def test_without_rights_it_says_what_is_needed(machine, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "Operation not permitted")
 
     monkeypatch.setattr(machine.subprocess, "run", refused)
-<<<<<<< HEAD
-    text = "not permitted; run as root, with iproute2, or --links loopback"
-    with pytest.raises(SystemExit, match=text), machine.joined(1e6):
-=======
     said = "not permitted; run as root, with iproute2, or --links loopback"
     with pytest.raises(SystemExit, match=said), machine.joined(1e6):
->>>>>>> part-machine
         raise AssertionError("it was joined")
