@@ -130,10 +130,6 @@ class Blueprint(Settings):
         """Bytes that a module's forward keeps for backward, the loss left out."""
         return sum(operation.kept_bytes for operation in self.within(path))
 
-    def parameter_bytes(self, path: str = "") -> int:
-        """Bytes of a module's parameters, buffers left out, tied ones once."""
-        return sum(p.bytes for p in self.parameters if not p.buffer and any(inside(n, path) for n in (p.name, *p.ties)))
-
     @cached_property
     def carried_bytes(self) -> tuple[int, ...]:
         """Before each operation, and at the end: bytes of the values that depend on parameters, are there already, and

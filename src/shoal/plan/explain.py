@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster
 from shoal.plan.candidate import Candidate, Cost, Memory
-from shoal.plan.mesh import Mesh
 from shoal.plan.search import USABLE, Found
 
 #: What each part of a step's time is called.
@@ -214,8 +213,3 @@ def cluster_text(cluster: Cluster) -> str:
     ]
     nodes = f"{cluster.nodes} x {cluster.devices_per_node}" if cluster.nodes > 1 else str(cluster.devices_per_node)
     return f"{cluster.name}: {nodes} {device.name}, {gib(device.memory_bytes)} each" + "".join(f"; {x}" for x in links)
-
-
-def mesh_of(world: int, axis: str) -> Mesh:
-    """All ranks along one axis."""
-    return Mesh(**{axis: world})

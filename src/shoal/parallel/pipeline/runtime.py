@@ -120,11 +120,6 @@ class Pipeline:
         self.stages = [Stage(chunk, stages, device, group) for chunk in chunks]
         self._runtimes: dict[tuple[int, bool], _PipelineScheduleRuntime] = {}
 
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank runs the last stage, where the loss is."""
-        return any(stage.is_last for stage in self.stages)
-
     def least(self, micro_batches: int) -> int:
         """How many micro-batches the schedule takes at least, for a window of ``micro_batches``."""
         per_rank = self.stage_count // self.ranks

@@ -196,11 +196,7 @@ class _Gather(_Split):
             return part_of(grads[0], ctx.split, ctx.group), None, None
 
 
-class _EnterWhole(_Split):
-    @staticmethod
-    def forward(tensor: Tensor, split: Split, group: Group) -> Tensor:
-        return group.gathered(tensor, split)
-
+class _EnterWhole(_Gather):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
