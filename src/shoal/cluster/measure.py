@@ -21,6 +21,7 @@ from shoal.cluster.facts import Cluster, Collective, Device, Fit, Function, Link
 from shoal.cluster.fit import half_and_rates, line
 from shoal.cluster.grid import Grid
 from shoal.core.errors import ConfigError
+from shoal.core.heap import keep_freed
 
 #: All of them; point-to-point, the last, is for two.
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -87,6 +88,8 @@ class Bench:
         self.place, self.grid, self._tell = place, grid, tell
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self._done = 0.0
+        if place.type == "cpu":
+            keep_freed()  # as a run does
         self.crowded = False  # more ranks than cores: a short lap has a core to itself, only the mean tells
 
     # -- time

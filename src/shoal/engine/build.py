@@ -18,6 +18,7 @@ from torch import nn
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import Writer
 from shoal.core.errors import ConfigError, DataError, ModelError
+from shoal.core.heap import keep_freed
 from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
@@ -69,6 +70,8 @@ def build(
 
     ``origins`` (where each field and setting has its value from) goes into the run's record."""
     settings.check("settings")
+    if place.device.type == "cpu":
+        keep_freed()
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(settings.out)
     found, skipped = newest_everywhere(out / "checkpoints") if settings.resume else (None, [])
     reader = Reader(found.path) if found else None
