@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 import torch
@@ -95,7 +96,7 @@ class Bench:
     # -- time
 
     def seconds(self, call: Callable[[], object] | None, budget_s: float) -> float:
-        """Of one call, on this rank: laps' lower quartile, since whoever else uses the machine only adds time.
+        """Of one call, on this rank: laps' median, as a step meets it.
 
         A rank without a call takes part and gets 0.
         """
@@ -106,7 +107,7 @@ class Bench:
         once = self.largest(self._lap(act, count))
         samples = max(1, min(4 * _SAMPLES, int(budget_s / (once * count))))
         laps = [self._lap(act, count) for _ in range(samples)]
-        return (sum(laps) / samples if self.crowded else _quartile(laps)) if call else 0.0
+        return (sum(laps) / samples if self.crowded else median(laps)) if call else 0.0
 
     def _lap(self, call: Callable[[], object], count: int) -> float:
         if self.place.type == "cuda":
@@ -311,7 +312,7 @@ class Bench:
                 work.wait()
             return seconds
 
-        return max(1.0, self.mean(_quartile([beside() for _ in range(_SAMPLES)])) / alone)
+        return max(1.0, self.mean(median([beside() for _ in range(_SAMPLES)])) / alone)
 
     def disk(self, folder: Path, per_node: int) -> float:
         """Bytes per second that a machine writes and syncs, all its ranks together; the slowest machine's."""
@@ -384,10 +385,6 @@ def _joined(ranks: Sequence[list[int]], rank: int) -> tuple[Any, list[int]]:
 
 def _nothing() -> None:
     return None
-
-
-def _quartile(laps: list[float]) -> float:
-    return sorted(laps)[len(laps) // 4]
 
 
 def _gpu_memory(place: torch.device) -> tuple[int, int]:
