@@ -226,7 +226,9 @@ class _Maker:
         return tuple(
             self.op(number)
             for number in range(span.begin, span.end)
-            if self.operations[number].launches or self.operations[number].kept or self.operations[number].name in SPLITS
+            if self.operations[number].launches
+            or self.operations[number].kept
+            or self.operations[number].name in SPLITS
         )
 
     def op(self, number: int) -> Op:
