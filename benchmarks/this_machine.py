@@ -9,7 +9,8 @@ with half of the ranks in each, joined by a veth pair that ``tc ... tbf`` limits
 measures in the same workers: products, memory, launches and optimizer over loopback, collectives over each link. A
 plan is a mesh, a way to hold weights and a schedule; pipelines run four micro-batches a rank. A measured step is the
 slowest rank's time from one barrier to the step's end, the median after two (slow ones: one) to warm up; plans run
-once in their order and the fast ones once more in the other.
+once in their order, the fast ones once more in the other, and the faster run counts; constants are taken before and
+between, and the less disturbed count.
 
 Kendall tau is tau-b over the plans of one model, world and link. Regret: how much slower than the fastest measured
 plan the one is that was predicted to be the fastest.
@@ -32,7 +33,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -406,50 +407,89 @@ def _run(*command: str) -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The sketches, and for every world and link the constants and each plan's steps."""
-    batch, clusters, rows = args.batch, {}, []
+    clusters: dict[tuple[int, str], Cluster] = {}
+    rows: list[dict[str, Any]] = []
     sketches = {name: sketch_of(name) for name in args.models}
     for link in args.links:
         with joined(LINK_RATES[link]):
             for world in args.worlds:
                 workers = Workers(world, link)
+                known = clusters.get((world, "loopback"))
                 try:
-                    known = clusters.get((world, "loopback"))
-                    found = workers.ask("constants", device=known, budget_s=args.budget_s)
-                    if "error" in found:
-                        sys.exit(found["error"])
-                    clusters[world, link] = found["cluster"]
-                    cluster = Cluster.parse(_toml(found["cluster"]), "constants")
-                    for name, search in searches(sketches, cluster, batch).items():
-                        rows += [row | {"link": link} for row in _runs(name, search, sketches[name], workers, args)]
+                    first = asked(workers, known, args)
+                    runs = [Runs(name, first, sketch, workers, args) for name, sketch in sketches.items()]
+                    for each in runs:
+                        each.forth()
+                    clusters[world, link] = calmer(first, asked(workers, known, args))
+                    for each in reversed(runs):
+                        rows += [row | {"link": link} for row in each.back()]
                 finally:
                     workers.stop()
-    constants = [{"world": world, "link": link, "cluster": text} for (world, link), text in clusters.items()]
-    return {"batch": batch, "constants": constants, "rows": rows, "environment": environment()}
+    constants = [{"world": at[0], "link": at[1], "cluster": cluster.to_toml()} for at, cluster in clusters.items()]
+    return {"batch": args.batch, "constants": constants, "rows": rows, "environment": environment()}
 
 
-def _runs(
-    name: str, search: Search, sketch: Sketch, workers: Workers, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    planned = Planned(sketch, search.cluster, search.question, search, (), 0, 0)
-    plans = list(candidates(search))
-    rows: list[dict[str, Any]] = [{"model": name, "world": search.question.world, "plan": told(plan)} for plan in plans]
+def asked(workers: Workers, known: Cluster | None, args: argparse.Namespace) -> Cluster:
+    """The constants of a world. ``known``: a cluster whose device is taken. Ends the program where it fails."""
+    found = workers.ask("constants", device=known and known.to_toml(), budget_s=args.budget_s)
+    if "error" in found:
+        sys.exit(found["error"])
+    return Cluster.parse(_toml(found["cluster"]), "constants")
 
-    def run(number: int) -> None:
-        plan = planned.as_plan(plans[number]).model_dump(mode="json")
-        found = workers.ask("steps", job=name, plan=plan, most=args.steps, budget_s=args.plan_s)
-        row = rows[number]
-        row |= found if "error" in found else {"steps_s": row.get("steps_s", []) + found["steps_s"]}
-        print(label(row["plan"]), found.get("error") or f"{statistics.median(found['steps_s']):.4f} s",
-              f"said {cost(search, plans[number]).step_s:.4f} s", file=sys.stderr, flush=True)  # fmt: skip
 
-    run(0)
-    rows[0].pop("steps_s", None)  # the first in new processes
-    for number in range(len(plans)):
-        run(number)
-    for number in reversed(range(len(plans))):  # again, in the other order: a machine's rate drifts
-        if max(rows[number].get("steps_s", [SLOW_S])) < SLOW_S:
-            run(number)
-    return rows
+def calmer(one: Cluster, other: Cluster) -> Cluster:
+    """Of two measurements the device and each link that were less disturbed: in all, they took less time."""
+
+    def of(part: str, seconds: Callable[[Any], float]) -> Any:
+        both = [getattr(cluster, part) for cluster in (one, other)]
+        return min(both, key=seconds) if all(both) else both[0]
+
+    device = of("device", lambda device: sum(product.seconds for product in device.products))
+    links = {
+        part: of(part, lambda link: sum(seconds for fit in link.fits for _, seconds in fit.points))
+        for part in ("inside", "between")
+    }
+    return one.model_copy(update={"device": device, **links})
+
+
+class Runs:
+    """A model's plans on the workers of a world: in their order, and later the fast ones in the other, since a
+    machine's rate drifts. Of two runs the faster counts: who else uses the machine only adds time."""
+
+    def __init__(self, name: str, cluster: Cluster, sketch: Sketch, workers: Workers, args: argparse.Namespace) -> None:
+        self.name, self.workers, self.args = name, workers, args
+        self.search = searches({name: sketch}, cluster, args.batch)[name]
+        self.planned = Planned(sketch, cluster, self.search.question, self.search, (), 0, 0)
+        self.plans = list(candidates(self.search))
+        self.found: list[dict[str, Any]] = [{} for _ in self.plans]
+
+    def forth(self) -> None:
+        """Every plan; the first one twice, since processes are new."""
+        for number in (0, *range(len(self.plans))):
+            self.found[number] = self._run(number)
+
+    def back(self) -> list[dict[str, Any]]:
+        """The fast ones again; what came of all of them."""
+        for number in reversed(range(len(self.plans))):
+            if "error" not in self.found[number] and self._median(number) < SLOW_S:
+                again = self._run(number)
+                if "error" in again or statistics.median(again["steps_s"]) < self._median(number):
+                    self.found[number] = again
+        return [
+            {"model": self.name, "world": self.search.question.world, "plan": told(plan), **found}
+            for plan, found in zip(self.plans, self.found, strict=True)
+        ]
+
+    def _median(self, number: int) -> float:
+        return statistics.median(self.found[number]["steps_s"])
+
+    def _run(self, number: int) -> dict[str, Any]:
+        made = self.plans[number]
+        plan, args = self.planned.as_plan(made).model_dump(mode="json"), self.args
+        found = self.workers.ask("steps", job=self.name, plan=plan, most=args.steps, budget_s=args.plan_s)
+        print(label(told(made)), found.get("error") or f"{statistics.median(found['steps_s']):.4f} s",
+              f"said {cost(self.search, made).step_s:.4f} s", file=sys.stderr, flush=True)  # fmt: skip
+        return found
 
 
 def sketch_of(name: str) -> Sketch:
