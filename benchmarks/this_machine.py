@@ -46,9 +46,10 @@ import torch.nn.functional as F
 
 import shoal
 from shoal.blueprint.stored import Sketch
+from shoal.cluster.bench import LINKS, Bench
 from shoal.cluster.facts import Cluster
 from shoal.cluster.grid import MIB, Grid, grid
-from shoal.cluster.measure import LINKS, Bench, measure
+from shoal.cluster.measure import measure
 from shoal.core import toml
 from shoal.engine.build import Place, build
 from shoal.engine.run import Hooks, Run

@@ -1,4 +1,4 @@
-"""What ``cluster/measure.py`` times on one device: products, attention and element-wise functions, as in training.
+"""What ``cluster/bench.py`` times on one device: products, attention and element-wise functions, as in training.
 
 A training step reads what many others wrote since, so that small inputs are no longer in the nearest cache: each call
 takes the next of a ring of inputs. Products and functions are timed forward and backward through autograd.
