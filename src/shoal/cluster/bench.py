@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -27,8 +26,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 ADAMW_BYTES = 28
 #: Parts of the budget: products, element-wise operations by size, functions, each of eight small ones, all links.
 PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.46
-#: The product (m, k, n) between two collectives: some milliseconds of a processor.
-SEGMENT = (256, 512, 512)
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
 
@@ -65,26 +62,6 @@ class Bench:
         samples = max(1, min(4 * _SAMPLES, int(budget_s / (once * count))))
         laps = [self._lap(act, count) for _ in range(samples)]
         return (sum(laps) / samples if self.crowded else median(laps)) if call else 0.0
-
-    def after_work(self, call: Callable[[], object] | None, budget_s: float) -> float:
-        """Of a collective. On a CPU of one that follows work, as in a step: the threads that move the data sleep
-        meanwhile, and to wake them takes longer than a small collective. A rank without a call gets 0."""
-        if self.place.type != "cpu":
-            return self.seconds(call, budget_s)
-        work, then = self._work, call or _nothing
-
-        def both() -> None:
-            work()
-            then()
-
-        alone = self.mean(self.seconds(work, 0.2 * budget_s))
-        together = self.seconds(both, 0.8 * budget_s)
-        return max(together - alone, 0.05 * together) if call else 0.0
-
-    @cached_property
-    def _work(self) -> Callable[[], object]:
-        """What comes between two collectives."""
-        return operations.product(self.place, torch.float32, SEGMENT)
 
     def _lap(self, call: Callable[[], object], count: int) -> float:
         if self.place.type == "cuda":
@@ -224,7 +201,7 @@ class Bench:
 
         def timed(nbytes: int, budget_s: float) -> float:
             ways = 2 if kind == "p2p" else 1
-            return self.largest(self.after_work(self._call(kind, group, mine, nbytes), budget_s)) / ways
+            return self.largest(self.seconds(self._call(kind, group, mine, nbytes), budget_s)) / ways
 
         probe = min(256 * 2**10, grid.largest_bytes)
         rate = probe / timed(probe, 0.02 * budget_s)
