@@ -63,8 +63,8 @@ def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A measured cluster in place of this machine's; ``cluster`` None: never measured."""
     at: dict[str, Any] = {"cluster": machine(), "path": tmp_path / "cluster.toml"}
 
-    def kept(workers: int) -> cached.Kept | None:
-        return at["cluster"] and cached.Kept(at["cluster"], at["path"], 0.0)
+    def kept(workers: int, nodes: int = 1) -> cached.Kept | None:
+        return at["cluster"] and cached.Kept(at["cluster"], at["path"])
 
     monkeypatch.setattr(measure, "kept", kept)
     monkeypatch.setattr(measure, "kept_quickly", lambda workers: None)
@@ -156,7 +156,7 @@ def test_a_large_model_on_an_unmeasured_machine_is_measured_once(
 ) -> None:
     known["cluster"] = None
     monkeypatch.setattr(automatic, "SMALL", 0.0)
-    monkeypatch.setattr(measure, "quickly", lambda workers: cached.Kept(machine(), tmp_path / "quick.toml", 0.0))
+    monkeypatch.setattr(measure, "quickly", lambda workers: cached.Kept(machine(), tmp_path / "quick.toml"))
     assert decide(Wide(), settings(tmp_path), 2).predicted is not None
 
 
