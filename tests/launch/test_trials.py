@@ -33,17 +33,21 @@ class Job(shoal.Job):
 """
 
 
-def test_the_best_plans_run_here_and_are_ranked_by_what_was_measured(tmp_path: Path) -> None:
-    """The job's own micro-batch and two steps of data stood in the way; sequence parallelism was proposed for a model
-    without sequences, which the run then refused."""
+def here(peak: float = 1e11) -> Cluster:
+    """Two workers, said to have been measured."""
     device = Device(
-        name="cpu", kernels="cpu", memory_bytes=int(8e9), flops_per_s={"fp32": 1e11}, matmul_share=0.9,
+        name="cpu", kernels="cpu", memory_bytes=int(8e9), flops_per_s={"fp32": peak}, matmul_share=0.9,
         attention_share=0.5, memory_bytes_per_s=1e10, memory_share=0.9, launch_s=1e-5,
     )  # fmt: skip
     link = Link(bytes_per_s=1e9, base_s=1e-5, latency_s=1e-6)
-    cluster = Cluster(name="here", device=device, devices_per_node=2, inside=link)
+    return Cluster(name="here", device=device, devices_per_node=2, inside=link)
+
+
+def test_the_best_plans_run_here_and_are_ranked_by_what_was_measured(tmp_path: Path) -> None:
+    """The job's own micro-batch and two steps of data stood in the way; sequence parallelism was proposed for a model
+    without sequences, which the run then refused."""
     (tmp_path / "tried.py").write_text(JOB)
-    planned = plan(str(tmp_path / "tried.py"), fields=["width=32"], cluster=cluster)
+    planned = plan(str(tmp_path / "tried.py"), fields=["width=32"], cluster=here())
     assert len(planned.best) >= 3 and not any(found.candidate.sequence_parallel for found in planned.best)
     told = more(planned, Extras(trials=2), str(tmp_path / "tried.py"), ["width=32"])
     assert [line.partition(" ")[0] for line in told] == ["", "ran", "ran", "ranked"]

@@ -117,6 +117,13 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_the_end_says_what_was_reached_of_the_peak() -> None:
+    reached = {"steps": 1, "model_flops_per_s": 1.234e12, "utilisation": 0.41}
+    assert "  1.23 TFLOP/s over all workers, 41% of their matrix peak (3 x a forward's model FLOPs)" in summary(reached)
+    assert "  12 MFLOP/s over all workers (3 x" in summary({"model_flops_per_s": 1.2e7, "utilisation": None})
+    assert "FLOP" not in summary({"steps": 1, "model_flops_per_s": None, "utilisation": None})
+
+
 def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> None:
     """https://github.com/modelscope/ms-swift/pull/9691 https://github.com/huggingface/accelerate/pull/1013"""
     record = {

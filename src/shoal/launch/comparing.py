@@ -114,7 +114,7 @@ def cost_lines(planned: Planned, price_per_hour: float) -> list[str]:
 
 
 class Trial(NamedTuple):
-    """A plan that was run for a few steps: seconds by measured part, and of the whole step; or ``why`` it did not run."""
+    """A plan that was run for a few steps: seconds by measured part and of the whole step, or ``why`` it did not."""
 
     found: Found
     parts: Mapping[str, float]
