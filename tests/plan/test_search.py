@@ -212,16 +212,21 @@ def test_parts_of_a_plan_sum_to_its_step() -> None:
         assert min(found.cost) >= -1e-9
 
 
-def test_a_bound_is_never_above_the_price() -> None:
-    of = search(cluster(4))
-    for core in of.cores()[::5]:
+@pytest.mark.parametrize("world, step", [(4, 5), (64, 151)])
+def test_a_bound_is_never_above_the_price(world: int, step: int) -> None:
+    """Of 64 devices the slowest is waited for, which every bound holds too."""
+    of = search(cluster(world), batch=2 * world)
+    assert (of.slowest > 1.03) == (world == 64)
+    for core in of.cores()[::step]:
         starts = of.starts(core)
         cost = of.prices[core.tensor, core.sequence_parallel].price(
             of.fitted(core, Spread(core.data, 1, 3, False), starts)[0]
         )
         each = Waiting(of.bound(core), 0, core)
-        for sharper in (each, of.cut(each), of.play(of.cut(each))):
+        for sharper in (each, of.cut(each), played := of.play(of.cut(each))):
             assert each.bound_s <= sharper.bound_s <= cost.step_s * (1 + 1e-9)
+        apart = cost.shard_s + cost.replicate_s + cost.optimizer_s
+        assert played.bound_s == pytest.approx(cost.step_s - apart)
 
 
 def test_offload_is_only_taken_where_nothing_fits_without() -> None:
@@ -278,10 +283,9 @@ def test_divisors_of_large_numbers() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "world, batch, shape, most_s", [(1024, 1024, LLAMA_70B, 10.0), (16384, 2048, LLAMA_405B, 30.0)]
-)
+@pytest.mark.parametrize("world, batch, shape, most_s", [(1024, 1024, LLAMA_70B, 5.0), (16384, 2048, LLAMA_405B, 15.0)])
 def test_large_worlds_are_searched_in_seconds(world: int, batch: int, shape: Shape, most_s: float) -> None:
+    """Half of what a whole command may take (10 and 30 s): a blueprint's profiles come on top."""
     on = presets.find("h100", world)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     result = search(on, batch, shape, 8192).run(5)
