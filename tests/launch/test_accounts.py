@@ -38,7 +38,7 @@ def trained(job: str, out: Path, **settings: Any) -> tuple[dict[str, Any], dict[
 
 
 def test_a_mesh_that_was_given(tmp_path: Path, job: str) -> None:
-    found, record = trained(job, tmp_path / "run", mesh="tensor=2")
+    found, record = trained(job, tmp_path / "run", mesh="tensor=2", micro_batch=2)
     plan = Plan.read(tmp_path / "run" / "plan.toml")
     assert plan.mesh == Mesh(tensor=2) and plan.model_dump(mode="json") == record["plan"] and plan.clip == 1.0
     assert found["model_flops_per_s"] == pytest.approx(3 * FLOPS * found["samples_per_s"])
