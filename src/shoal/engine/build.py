@@ -115,7 +115,7 @@ def build(
         average=average, watch=BufferWatch(model, layout.data),
         data_settings=data_settings, windows_source=source, saver=Saver(writer),
         record=record.Record(out, rank, _sinks(settings, rank, sinks), hooks.tell), hooks=hooks, kernels=chosen,
-        total_steps=total,
+        total_steps=total, model_flops=parts.model_flops,
     )  # fmt: skip
     if reader is not None:
         notes += state.restore(run, reader)
@@ -315,6 +315,7 @@ def _start_record(run: Run, place: Place, notes: list[str], more: dict[str, Any]
     if run.rank == 0:
         notes = record.check_folder(run.out, run.job, run.settings) + notes
         record.write_json(run.out / record.RECORD, told)
+        run.layout.plan.write(run.out / record.PLAN)
         cut_back(run.out, run.step_count)
     meet("once the run's record is written")
     sized = run.total_steps

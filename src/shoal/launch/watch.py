@@ -62,9 +62,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Nobody moves: which ranks are behind the others, how long the longest has stood and the deadline."""
+    """Nobody moves: how long the longest has stood and the deadline."""
 
-    behind: tuple[int, ...]
     waited_s: float
     deadline_s: float
 
@@ -146,7 +145,7 @@ def overdue(slots: Sequence[Slot], now_s: float, since_s: float, watch: Watch) -
     waited_s = max(now_s - max(slot.time_s, since_s) for slot in beaten)
     if waited_s <= deadline_s:
         return None
-    return Overdue(behind(slots), waited_s, deadline_s)
+    return Overdue(waited_s, deadline_s)
 
 
 def behind(slots: Sequence[Slot], states: Mapping[int, str] | None = None) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def profile(
     """The profile of a model over ``tensor`` ranks. ``units``: paths of its units (pipeline/units.py).
 
     ``precision`` must be the one that the blueprint was traced in; ``kernels``: whose kept bytes to count
-    (blueprint/kernels.py). Raises ConfigError where no weight can be divided.
+    (blueprint/kernels.py). Raises ConfigError where no weight, or no position, can be divided.
     """
     found = roles(blueprint, tensor) if tensor > 1 else None
     if found is not None and not any(role.split for role in found.role.values()):
