@@ -51,10 +51,11 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory():
     assert op_seconds(op(moved=5e11, kind="memory", backward=1.5), 1, DEVICE, "bf16") == pytest.approx((1.0, 1.5))
 
 
-def test_small_products_reach_less_of_the_peak_and_more_so_in_a_faster_precision():
+def test_small_products_reach_less_of_the_peak_and_short_ones_more_so_in_a_faster_precision():
     half = DEVICE.model_copy(update={"matmul_half": 100})
     assert product_flops_per_s(half, "bf16", 100, 1e12, 1e12) == pytest.approx(0.25e14)
-    assert product_flops_per_s(half, "fp8", 200, 1e12, 1e12) == pytest.approx(0.5e14)
+    assert product_flops_per_s(half, "fp8", 100, 1e12, 1e12) == pytest.approx(0.5e14)
+    assert product_flops_per_s(half, "fp8", 1e12, 200, 1e12) == pytest.approx(0.5e14)
 
 
 def test_measured_operations_go_before_constants():

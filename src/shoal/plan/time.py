@@ -150,6 +150,7 @@ class Prices:
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
         starts = host.action_starts(candidate, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
+        key += (candidate.overlap_tensor,)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
@@ -169,6 +170,10 @@ class Prices:
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         started = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
+        if candidate.overlap_tensor and self.profile.sequence_parallel:
+            products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
+            for side, phase in enumerate(("forward", "backward")):
+                sent[phase] = self._chunked(sent[phase], sum(each[side] for each in products))
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
             if block.repeated
@@ -187,6 +192,13 @@ class Prices:
             Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
             Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
         )
+
+    def _chunked(self, sent: tuple[float, float, float], computing: float) -> tuple[float, float, float]:
+        """Exposed seconds where tensor collectives go chunk by chunk, one for each rank, beside the products: the last
+        chunk is waited for."""
+        tensor, *others = sent
+        slowdown = self.cluster.device.overlap_slowdown
+        return exposed(tensor, computing, slowdown, tensor / self.profile.tensor), *others
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
