@@ -102,7 +102,7 @@ def read(row) -> Case:
         raise Skip("neither a time nor a rate")
     shape, found = shape_of(row), system(row)
     mesh, level, world = mesh_of(row)
-    found = in_place(found, mesh)
+    found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
     cluster = hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row))
     return Case(
@@ -129,11 +129,14 @@ def published_rate(row) -> tuple[str, float] | None:
     return None
 
 
-def in_place(found: System, mesh: Mesh) -> System:
-    """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one."""
+def in_place(found: System, mesh: Mesh, world: int) -> System:
+    """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one; there
+    messages between stages block their ranks with tensor groups over more than two nodes, or more than 256 devices."""
     software = found.software
     if not found.piped_kernels:
         return found
+    if mesh.tensor <= 16 and world <= 256:
+        found = found._replace(blocking_s=0.0)
     if mesh.pipeline == 1:
         return found._replace(software=software._replace(regathers=False))
     extra = found.piped_kernels * mesh.tensor * (mesh.tensor > 1) * (1.3 if mesh.tensor > 8 else 1.0)
@@ -200,6 +203,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     overlap_tensor=found.overlap_tensor
                     or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
                     gradient_buffers=found.gradient_buffers,
+                    blocking_s=found.blocking_s,
                     cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
                 )
             )

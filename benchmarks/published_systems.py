@@ -22,7 +22,8 @@ class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
-    every device, beyond tensors. ``overlap_tensor``, ``gradient_buffers``: as a Candidate's."""
+    every device, beyond tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a
+    Candidate's; the last holds where ``in_place`` says."""
 
     name: str
     software: Software
@@ -37,6 +38,7 @@ class System(NamedTuple):
     workspace_bytes: float = 0.0
     overlap_tensor: bool = False
     gradient_buffers: bool = True
+    blocking_s: float = 0.0
     first_word: tuple[str, ...] = ()
 
 
@@ -65,6 +67,7 @@ SYSTEMS = (
         workspace_bytes=0.3 * 2**30,
         cuts_by_cost=True,
         piped_kernels=147,
+        blocking_s=0.25,
         first_word=("nanotron", "ultrascale"),
     ),
     System(

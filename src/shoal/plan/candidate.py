@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
     weights that the optimizer updated in shards behind the next forward. ``overlap_tensor``: with sequence parallelism,
     tensor collectives go chunk by chunk beside the products that need them (Transformer Engine's userbuffers,
     https://docs.nvidia.com/nemo-framework/user-guide/latest/nemotoolkit/features/optimizations/communication_overlap.html;
-    torch's async tensor parallelism). ``gradient_buffers``: gradients have their room all step long; else it is made in
+    torch's async tensor parallelism). ``blocking_s``: for which a message from or to another stage holds up its rank.
+    ``gradient_buffers``: gradients have their room all step long; else it is made in
     the backward, and with one micro-batch what was kept for the backward is gone by then."""
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Candidate(NamedTuple):
     overlap_gradients: bool = True
     overlap_weights: bool = False
     overlap_tensor: bool = False
+    blocking_s: float = 0.0
     gradient_buffers: bool = True
 
     @property

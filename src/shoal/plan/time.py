@@ -236,7 +236,8 @@ class Prices:
         if not exact:
             return closed_form(*shape, times)
         whole = self._lasts(shape, times)
-        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in times])
+        free = self._pipeline(candidate._replace(blocking_s=0.0), works)[1]
+        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in free])
 
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
@@ -252,9 +253,11 @@ class Prices:
         blocks = self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
         sends = [*(self._sent(candidate, stage, nbytes) for stage, nbytes in enumerate(sizes)), 0.0]
+        last = len(works) - 1
+        holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
         times = [
-            StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
-            for work, send in zip(works, sends, strict=True)
+            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, send)
+            for work, hold, send in zip(works, holds, sends, strict=True)
         ]
         return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
 
