@@ -88,6 +88,38 @@ def test_tensor_collectives_are_exposed_and_repeated_where_blocks_are_recomputed
     assert again.compute_s == pytest.approx(cost.compute_s * 4 / 3)
 
 
+def test_tensor_collectives_that_go_in_chunks_leave_the_last_chunk_and_what_products_are_too_short_for():
+    """Products of 1 s and 2 s beside a gather of 0.7 s, in eight chunks; without sequence parallelism nothing hides."""
+    slow = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"overlap_slowdown": 1.1})})
+    traffic = (Traffic("tensor", "all_gather", "forward", 8e10), Traffic("tensor", "all_gather", "backward", 8e10))
+    made = model(block("b", op(flops=5e13), traffic=traffic)).model_copy(
+        update={"tensor": 8, "sequence_parallel": True}
+    )
+    chunked = lone(Mesh(tensor=8), overlap_tensor=True, sequence_parallel=True)
+    one = 8e10 * 7 / 8 / 100e9
+    hidden = one * 7 / 8
+    assert price(made, chunked, slow).tensor_s == pytest.approx(2 * (one / 8 + 0.1 * hidden))
+    assert price(made, chunked._replace(overlap_tensor=False), slow).tensor_s == pytest.approx(2 * one)
+    whole = made.model_copy(update={"sequence_parallel": False})
+    assert price(whole, chunked, slow).tensor_s == pytest.approx(2 * one)
+    short = model(block("b", op(flops=5e12), traffic=traffic)).model_copy(
+        update={"tensor": 8, "sequence_parallel": True}
+    )
+    assert price(short, chunked, slow).tensor_s == pytest.approx(one - 0.1 * 0.9 + one - 0.2 * 0.9)
+
+
+def test_messages_that_block_hold_up_both_ranks_of_every_pair_of_stages():
+    """Four stages of 1 s and 2 s: the middle ones have two messages in each pass, as long as whole passes."""
+    blocks = [block(f"{n}", op(flops=5e13)) for n in range(4)]
+    plan = lone(Mesh(pipeline=4), accumulation=16, starts=(0, 1, 2, 3), schedule="1f1b")
+    free, held = (price(model(*blocks), plan._replace(blocking_s=each), CLUSTER) for each in (0.0, 0.25))
+    assert 4 * 0.25 * 16 < held.step_s - free.step_s < 4 * 0.25 * (16 + 3)
+    assert held.pipeline_s - free.pipeline_s == pytest.approx(held.step_s - free.step_s)
+    pair = lone(Mesh(pipeline=2), accumulation=16, starts=(0, 2), schedule="1f1b")
+    free, held = (price(model(*blocks), pair._replace(blocking_s=each), CLUSTER) for each in (0.0, 0.25))
+    assert held.step_s - free.step_s == pytest.approx(2 * 0.25 * (16 + 1))
+
+
 def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket():
     made = model(block("b", op(flops=5e13), numel=10**9))
     states = States(2, 0, 4, 12)

@@ -72,11 +72,12 @@ class Span(NamedTuple):
     def seconds(self, collective: str, nbytes: float, copies: int = 1) -> float:
         """Seconds of one collective in the group.
 
-        Where it spans both levels, one ring or tree goes through all ranks: a piece passes one hop from each node to the
-        next and the others inside nodes (as NCCL's own tuning counts,
-        https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc), and the slower of a device's own link and its
-        node's cards (one part of them for each device) sets the rate. In an all-to-all a row that goes to ``copies`` places goes once to each node and once
-        to each rank, as DeepEP sends (https://github.com/deepseek-ai/DeepEP), and is handed on there.
+        Where it spans both levels, one ring or tree goes through all ranks: a piece passes one hop from each node to
+        the next and the others inside nodes, as NCCL's own tuning counts
+        (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc), and the slower of a device's own link and its
+        node's cards (one part of them for each device) sets the rate. In an all-to-all a row for ``copies`` places
+        goes once to each node and once to each rank, as DeepEP sends (https://github.com/deepseek-ai/DeepEP), and is
+        handed on there.
         """
         if self.ranks == 1:
             return 0.0
@@ -96,8 +97,8 @@ class Span(NamedTuple):
             inside = seconds(collective, self.inside, within, near)
             return max(far.base_s + (self.across - 1) * far.latency_s + away / wide, inside)
         rate = min(near.bytes_per_s * near.share, self.inside * wide)
-        hops = self.across * far.latency_s + (self.ranks - 1 - self.across) * near.latency_s
-        ring = _ROUNDS[collective] * (hops + nbytes * (1 - 1 / self.ranks) / rate)
+        around = self.across * far.latency_s + (self.ranks - 1 - self.across) * near.latency_s
+        ring = _ROUNDS[collective] * (around + nbytes * (1 - 1 / self.ranks) / rate)
         if collective != "all_reduce":
             return far.base_s + ring
         hops = 2 * (math.ceil(math.log2(self.across)) * far.latency_s + (self.inside - 1) * near.latency_s)

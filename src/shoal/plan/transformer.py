@@ -196,7 +196,7 @@ class Share:
         return ops, weights
 
     def grouped(self, name: str, rows: float, k: float, n: float, local: float) -> Op:
-        """``local`` products side by side, each of its experts' rows: the tiles of all of them fill the device together."""
+        """``local`` products side by side, each of its experts' rows: all their tiles fill the device together."""
         flops = 2.0 * rows * k * n / self.software.grouped
         moved, fixed = rows * (k + n) * self.width, local * k * n * self.width
         kept = rows * k * (1 if self.narrow else self.width)
