@@ -104,7 +104,7 @@ def read(row) -> Case:
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
-    cluster = hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row))
+    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row)))
     return Case(
         row=row,
         shape=shape,
@@ -202,6 +202,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     overlap_weights=found.overlap_weights,
                     overlap_tensor=found.overlap_tensor
                     or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
+                    overlap_expert=re.search(r"a2a overlap|dualpipe", row["notes"].lower()) is not None,
                     gradient_buffers=found.gradient_buffers,
                     blocking_s=found.blocking_s,
                     cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,

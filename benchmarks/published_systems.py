@@ -21,9 +21,10 @@ class Skip(Exception):
 class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
-    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
-    every device, beyond tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a
-    Candidate's; the last holds where ``in_place`` says."""
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
+    tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
+    ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
+    is)."""
 
     name: str
     software: Software
@@ -39,7 +40,16 @@ class System(NamedTuple):
     overlap_tensor: bool = False
     gradient_buffers: bool = True
     blocking_s: float = 0.0
+    hopper_attention_share: float = 0.0
     first_word: tuple[str, ...] = ()
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster as this system's kernels use it."""
+        device = cluster.device
+        if not self.hopper_attention_share or "H100" not in device.name and "H200" not in device.name:
+            return cluster
+        faster = device.model_copy(update={"attention_share": self.hopper_attention_share})
+        return cluster.model_copy(update={"device": faster})
 
 
 #: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
@@ -47,10 +57,13 @@ class System(NamedTuple):
 _EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
 _COMPILED = Software()
 #: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
-#: bf16 and their softmax in float32; workspaces: of cuBLAS and Transformer Engine, median over the golden values.
+#: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
+#: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
+#: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
 _MEGATRON = System(
     "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, first_word=("megatron",),
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper_attention_share=0.452,
+    first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
     System(

@@ -159,6 +159,14 @@ def test_devices_by_their_kinds():
     assert published.measured(old, old.candidates[0]) > 0
 
 
+def test_attention_on_hopper_is_as_fast_as_the_systems_kernels():
+    runs = (("NVIDIA NeMo", "H100"), ("Megatron-LM", "H200"), ("FSDP", "H100"), ("NeMo", "A100"))
+    shares = [read(row(source=source, gpu=gpu)).cluster.device.attention_share for source, gpu in runs]
+    assert shares == [0.452, 0.452, 0.35, 0.645]
+    assert read(row(notes="1f1b A2A overlap")).candidates[0].overlap_expert
+    assert not read(row(notes="A2A dispatcher")).candidates[0].overlap_expert
+
+
 def test_allocated_memory_is_without_what_the_allocator_reserves():
     reserved = published.predict(row(source="Megatron-LM", peak_memory_gib="50"))
     allocated = published.predict(row(source="Megatron-LM", peak_memory_gib="50", notes="mem-max-allocated"))

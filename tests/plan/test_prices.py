@@ -108,6 +108,17 @@ def test_tensor_collectives_that_go_in_chunks_leave_the_last_chunk_and_what_prod
     assert price(short, chunked, slow).tensor_s == pytest.approx(one - 0.1 * 0.9 + one - 0.2 * 0.9)
 
 
+def test_experts_rows_travel_behind_another_micro_batch_where_told_so():
+    """Products of 1 s and 2 s; 1.5 s for a pass's rows, of which half a second is too long for the forward."""
+    traffic = tuple(Traffic("expert", "all_to_all", phase, 1.5e11 * 8 / 7) for phase in ("forward", "backward"))
+    made = model(block("b", op(flops=5e13), traffic=traffic))
+    plan = lone(Mesh(replicate=8), expert=8)
+    assert price(made, plan, CLUSTER).expert_s == pytest.approx(3.0)
+    slow = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"overlap_slowdown": 1.1})})
+    hidden = price(made, plan._replace(overlap_expert=True), slow).expert_s
+    assert hidden == pytest.approx((0.5 + 0.1 * 1.0) + 0.1 * 1.5)
+
+
 def test_messages_that_block_hold_up_both_ranks_of_every_pair_of_stages():
     """Four stages of 1 s and 2 s: the middle ones have two messages in each pass, as long as whole passes."""
     blocks = [block(f"{n}", op(flops=5e13)) for n in range(4)]

@@ -37,9 +37,10 @@ class Candidate(NamedTuple):
     weights that the optimizer updated in shards behind the next forward. ``overlap_tensor``: with sequence parallelism,
     tensor collectives go chunk by chunk beside the products that need them (Transformer Engine's userbuffers,
     https://docs.nvidia.com/nemo-framework/user-guide/latest/nemotoolkit/features/optimizations/communication_overlap.html;
-    torch's async tensor parallelism). ``blocking_s``: for which a message from or to another stage holds up its rank.
-    ``gradient_buffers``: gradients have their room all step long; else it is made in
-    the backward, and with one micro-batch what was kept for the backward is gone by then."""
+    torch's async tensor parallelism). ``overlap_expert``: experts' rows travel while another micro-batch
+    computes (DualPipe, https://arxiv.org/abs/2412.19437). ``blocking_s``: for which a message from or to another stage
+    holds up its rank. ``gradient_buffers``: gradients have their room all step long; else it is made in the backward,
+    and with one micro-batch what was kept for the backward is gone by then."""
 
     mesh: Mesh
     micro_batch: int
@@ -60,6 +61,7 @@ class Candidate(NamedTuple):
     overlap_gradients: bool = True
     overlap_weights: bool = False
     overlap_tensor: bool = False
+    overlap_expert: bool = False
     blocking_s: float = 0.0
     gradient_buffers: bool = True
 

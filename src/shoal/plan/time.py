@@ -150,7 +150,7 @@ class Prices:
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
         starts = host.action_starts(candidate, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
-        key += (candidate.overlap_tensor,)
+        key += (candidate.overlap_tensor, candidate.overlap_expert)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
@@ -174,6 +174,10 @@ class Prices:
             products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
             for side, phase in enumerate(("forward", "backward")):
                 sent[phase] = self._chunked(sent[phase], sum(each[side] for each in products))
+        if candidate.overlap_expert:
+            for phase, computing in (("forward", forward), ("backward", backward)):
+                tensor, context, expert = sent[phase]
+                sent[phase] = tensor, context, exposed(expert, computing, device.overlap_slowdown)
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
             if block.repeated
