@@ -200,9 +200,9 @@ class Prices:
     def _chunked(self, sent: tuple[float, float, float], computing: float) -> tuple[float, float, float]:
         """Exposed seconds where tensor collectives go chunk by chunk, one for each rank, beside the products: the last
         chunk is waited for."""
-        tensor, *others = sent
+        tensor, context, expert = sent
         slowdown = self.cluster.device.overlap_slowdown
-        return exposed(tensor, computing, slowdown, tensor / self.profile.tensor), *others
+        return exposed(tensor, computing, slowdown, tensor / self.profile.tensor), context, expert
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
