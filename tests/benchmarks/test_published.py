@@ -112,6 +112,16 @@ def test_columns_may_be_missing_spelled_otherwise_or_begin_with_a_mark(tmp_path)
         published.predict(second)
 
 
+def test_a_cell_that_makes_no_sense_costs_its_row_and_says_so(tmp_path):
+    with open(tmp_path / "t.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, HEAD)
+        writer.writeheader()
+        writer.writerows([row(hidden="-1"), row()])
+    found = published.summary(tmp_path / "t.csv", False)
+    assert found["predicted"] == 1
+    assert found["skipped"] == {"not understood: ZeroDivisionError: float division by zero": 1}
+
+
 def test_notes_of_cumulative_rows_add_up(tmp_path):
     lines = "s,m,g,+8-bit AdamW; cumulative\ns,m,g,+chunked cross entropy; cumulative\nt,m,g,+compile; cumulative\n"
     (tmp_path / "t.csv").write_text("section,model,gpu,notes\n" + lines)
