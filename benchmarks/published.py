@@ -10,6 +10,7 @@ predicted peak exceeds the device.
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from published_rows import Case, number, read, rows
 from published_systems import Skip
 
+from shoal.cluster.facts import Device
 from shoal.core.errors import ShoalError
 from shoal.plan.candidate import Candidate
 from shoal.plan.closed import closed_ranks
@@ -32,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 #: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
 #: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate that knows nothing of the allocator).
 HEADROOM = 0.85
-COLUMNS = {"model", "seq_len", "gpu", "tp", "pp", "notes", "source"}
+COLUMNS = {"model", "gpu"}
 
 
 class Outcome(NamedTuple):
@@ -65,9 +67,10 @@ def profile_of(case: Case, candidate: Candidate) -> Profile:
     return profiled(case.shape, case.tokens, split, candidate.precision, case.system.software)
 
 
-def memory(case: Case, candidate: Candidate) -> list[float]:
-    """Bytes of each pipeline coordinate, without what the device's context takes."""
-    factor = case.system.reserved[candidate.mesh.pipeline > 1]
+def memory(case: Case, candidate: Candidate, tensors: bool = False) -> list[float]:
+    """Bytes of each pipeline coordinate, without what the device's context takes; ``tensors``: nor what the allocator
+    reserves beyond."""
+    factor = 1.0 if tensors else case.system.reserved[candidate.mesh.pipeline > 1]
     device = case.cluster.device
     found = closed_ranks(profile_of(case, candidate), candidate, device)
     return [(one.total_bytes - one.overhead) * factor + case.system.workspace_bytes for one in found]
@@ -89,6 +92,8 @@ def predict(row) -> Outcome:
     case = read(row)
     candidate, needed, fits = choose(case)
     cost = Prices(profile_of(case, candidate), case.cluster).price(candidate)
+    if re.search("allocated|active memory", row["notes"].lower()):
+        needed = memory(case, candidate, tensors=True)
     place = -1 if "last rank" in row["notes"] else 0 if case.system.name == "nanotron" else needed.index(max(needed))
     shown = needed[place] + (case.cluster.device.reserved_bytes if "nvidia-smi" in row["notes"] else 0)
     return Outcome(case, candidate, cost.step_s, measured(case, candidate), shown / 2**30, fits)
@@ -105,8 +110,13 @@ def measured(case: Case, candidate: Candidate) -> float | None:
     if kind == "tokens_per_s_per_gpu":
         return tokens / value
     if kind == "mfu":
-        value = value / 100 * case.cluster.device.flops_per_s["bf16"] / 1e12
+        value = value / 100 * half_precision_flops_per_s(case.cluster.device) / 1e12
     return tokens * flops_per_token(case, candidate) / (value * 1e12)
+
+
+def half_precision_flops_per_s(device: Device) -> float:
+    """The peak that utilisation is a share of."""
+    return device.flops_per_s.get("bf16") or device.flops_per_s["fp16"]
 
 
 def flops_per_token(case: Case, candidate: Candidate) -> float:
@@ -133,6 +143,9 @@ def summary(path: Path, show: bool) -> dict:
             continue
         except ShoalError as error:
             skipped[str(error).split(";")[0]] += 1
+            continue
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            skipped[f"not understood: {type(error).__name__}: {error}"] += 1
             continue
         if outcome.case.oom:
             found["oom_rows"] += 1
@@ -195,8 +208,8 @@ def main():
         sys.exit(f"no CSV in {options.data}; give a folder with --data")
     files = []
     for path in paths:
-        with open(path, encoding="utf-8") as file:
-            if COLUMNS - set(file.readline().strip().split(",")):
+        with open(path, encoding="utf-8-sig") as file:
+            if COLUMNS - {name.strip().lower() for name in file.readline().split(",")}:
                 continue  # another kind of table
         files.append(summary(path, options.rows))
         one = files[-1]

@@ -6,16 +6,33 @@ import re
 from typing import NamedTuple
 
 from published_models import MODELS
-from published_systems import Skip, System, device_name, hardware, network, system
+from published_systems import Skip, System, cut, device_name, hardware, network, system
 
-from shoal.cluster.facts import Cluster
+from shoal.cluster.facts import Cluster, Device
 from shoal.plan.candidate import Candidate
 from shoal.plan.mesh import Mesh
 from shoal.plan.shapes import Experts, Shape
 
+COLUMNS = (
+    "source", "section", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpu",
+    "n_gpus", "gpus_per_node", "tp", "pp", "vp", "cp", "ep", "dp", "sharding", "micro_batch", "global_batch_sequences",
+    "precision", "recompute", "seq_parallel", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "step_time_s",
+    "peak_memory_gib", "notes",
+)  # fmt: skip
+#: What tables write where nothing was published.
+NOTHING = ("nan", "none published", "n/a", "na", "-", "--", "?", "null", "unknown")
 FLAGS = ("SUSPECT", "PROXY", "MULTIMODAL", "LoRA")
 #: GPT-2's vocabulary, which Megatron-LM's tests use where their configuration names none.
 GPT2_VOCAB = 50257
+#: Llama 2's vocabulary, where a younger model's is not published.
+LLAMA_VOCAB = 32000
+HEAD = 128  # width of a head in models of 1 billion parameters and more
+#: Layers and hidden width of published sizes: GPT-3's, https://arxiv.org/abs/2005.14165 table 2.1, Llama's,
+#: https://arxiv.org/abs/2302.13971 table 2, and Megatron-LM's, https://arxiv.org/abs/2104.04473 table 1.
+LADDER = (
+    (12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (32, 4096), (40, 5120), (60, 6656), (80, 8192),
+    (60, 10240), (96, 12288), (126, 16384), (105, 20480), (128, 25600),
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -34,17 +51,41 @@ class Case(NamedTuple):
 
 
 def rows(path) -> list[dict]:
-    """All rows of a CSV. Cells that a file lacks are empty."""
-    with open(path, newline="", encoding="utf-8") as file:
-        return [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
+    """All rows of a CSV. Cells and columns that a file lacks are empty, as are those that say so. Where rows are said
+    to be cumulative, the notes of a section's earlier rows count too."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        found = csv.DictReader(file)
+        found.fieldnames = [name.strip().lower() for name in found.fieldnames or ()]
+        made = [
+            dict.fromkeys(COLUMNS, "") | {key: clean(value) for key, value in row.items() if key and key in COLUMNS}
+            for row in found
+        ]
+    before: dict[str, str] = {}
+    for row in made:
+        if "cumulative" in row["notes"]:
+            row["notes"] = f"{row['notes']}; {before.get(row['section'], '')}"
+            before[row["section"]] = row["notes"]
+    return made
+
+
+def clean(cell) -> str:
+    """A cell's text, empty where it says that there is none."""
+    text = (cell or "").strip()
+    return "" if text.lower() in NOTHING else text
 
 
 def number(row, name, default=None):
     """A cell as a number, ``default`` where it is empty or no number."""
     try:
-        return float(row[name]) if row.get(name) else default
+        value = float(row.get(name, "").replace(",", "").lstrip("~≈<> ").rstrip("% "))
     except ValueError:
         return default
+    return value if math.isfinite(value) else default
+
+
+def whole(row, name, default=1) -> int:
+    """A cell as a degree: a whole number from 1 on, ``default`` where it is none."""
+    return max(1, int(number(row, name) or default))
 
 
 def read(row) -> Case:
@@ -61,16 +102,16 @@ def read(row) -> Case:
         raise Skip("neither a time nor a rate")
     shape, found = shape_of(row), system(row)
     mesh, level, world = mesh_of(row)
-    found = in_place(found, mesh)
+    found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
-    cluster = hardware(name, int(number(row, "gpus_per_node", 8)), speed, efa, world)
+    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row)))
     return Case(
         row=row,
         shape=shape,
         system=found,
-        tokens=int(number(row, "seq_len", 2048)),
+        tokens=whole(row, "seq_len", 2048),
         cluster=cluster,
-        candidates=candidates_of(row, shape, found, mesh, level),
+        candidates=candidates_of(row, shape, found, mesh, level, cluster),
         rate=rate,
         memory_gib=memory,
         oom=oom,
@@ -83,16 +124,19 @@ def published_rate(row) -> tuple[str, float] | None:
         return None
     for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"):
         value = number(row, name)
-        if value:
+        if value and value > 0:
             return name, value
     return None
 
 
-def in_place(found: System, mesh: Mesh) -> System:
-    """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one."""
+def in_place(found: System, mesh: Mesh, world: int) -> System:
+    """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one; there
+    messages between stages block their ranks with tensor groups over more than two nodes, or more than 256 devices."""
     software = found.software
     if not found.piped_kernels:
         return found
+    if mesh.tensor <= 16 and world <= 256:
+        found = found._replace(blocking_s=0.0)
     if mesh.pipeline == 1:
         return found._replace(software=software._replace(regathers=False))
     extra = found.piped_kernels * mesh.tensor * (mesh.tensor > 1) * (1.3 if mesh.tensor > 8 else 1.0)
@@ -101,7 +145,7 @@ def in_place(found: System, mesh: Mesh) -> System:
 
 def mesh_of(row) -> tuple[Mesh, int, int]:
     """The mesh, what is sharded (level), and the number of devices. Raises Skip."""
-    tensor, pipeline, context = (int(number(row, key, 1)) for key in ("tp", "pp", "cp"))
+    tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
     sharding = row["sharding"] or ("zero3" if "fsdp" in f"{row['source']} {row['section']}".lower() else "none")
     data, world = number(row, "dp"), number(row, "n_gpus")
     if world is None and data is None:
@@ -120,12 +164,12 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
     return mesh, level, world
 
 
-def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> tuple[Candidate, ...]:
+def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, cluster: Cluster) -> tuple[Candidate, ...]:
     """What the row leaves open, least recomputation and largest micro-batch first. Raises Skip."""
     ranks = mesh.shard * mesh.replicate
-    stated = int(number(row, "micro_batch", 0))
+    stated = int(number(row, "micro_batch") or 0)
     batch = number(row, "global_batch_sequences")
-    chunks = int(number(row, "vp", 1))
+    chunks = whole(row, "vp")
     share = recomputed(row)
     if mesh.pipeline == 1:
         chunks = 1
@@ -150,12 +194,17 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int) -> t
                     keep=1 - again,
                     # Megatron-LM runs experts beside tensor parallelism only with sequence parallelism
                     sequence_parallel=mesh.tensor > 1 and (row["seq_parallel"] == "yes" or shape.experts is not None),
-                    precision=precision(row),
+                    precision=precision(row, cluster.device),
                     states=states._replace(optimizer=0) if "SGD" in row["notes"] else states,
-                    expert=int(number(row, "ep", 1)),
+                    expert=whole(row, "ep"),
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
+                    overlap_tensor=found.overlap_tensor
+                    or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
+                    overlap_expert=re.search(r"a2a overlap|dualpipe", row["notes"].lower()) is not None,
+                    gradient_buffers=found.gradient_buffers,
+                    blocking_s=found.blocking_s,
                     cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
                 )
             )
@@ -183,10 +232,11 @@ def recomputed(row) -> float | None:
     return {"full": 1.0, "selective": 0.5}.get(row["recompute"])
 
 
-def precision(row) -> str:
-    """Of the products."""
+def precision(row, device: Device) -> str:
+    """Of the products; half precision is the one that the device has."""
     text = row["precision"].lower()
-    return next((found for found in ("fp4", "fp8") if found in text), "fp32" if text == "fp32" else "bf16")
+    half = "fp16" if "fp16" in text and "bf16" not in text or "bf16" not in device.flops_per_s else "bf16"
+    return next((found for found in ("fp4", "fp8") if found in text), "fp32" if text == "fp32" else half)
 
 
 def starts(shape: Shape, stages: int, by_cost: bool) -> tuple[int, ...]:
@@ -218,24 +268,49 @@ def shape_of(row) -> Shape:
     """The model's shape, from the cells or from the table of public ones. Raises Skip."""
     name = re.sub(r"[^a-z0-9.]", "", row["model"].lower().replace("sft", "")).replace("a22b", "").replace("a3b", "")
     known = MODELS.get(max((key for key in MODELS if key in name), key=len, default=""))
-    if number(row, "hidden") is None or number(row, "layers") is None:
-        if known is None:
-            raise Skip("shape not published")
-        return known
+    if not number(row, "hidden") or not number(row, "layers"):
+        return known or by_count(row, name)
     if known is not None and known.layers == number(row, "layers") and known.hidden == number(row, "hidden"):
         return known
     return from_cells(row, name)
 
 
+def is_old(name: str) -> bool:
+    """Whether a model of that name has two feed-forward products and learned positions, as GPT-3."""
+    return any(word in name for word in ("mpt", "gpt", "opt", "bloom", "turing", "mtnlg"))
+
+
+def by_count(row, name: str) -> Shape:
+    """A dense transformer of the published number of parameters: the width of the nearest published size, as many
+    layers as give the number. Raises Skip where there is no number, or where experts hide how it is made up."""
+    stated = re.search(r"(?<![\w.])(\d+(?:\.\d+)?) ?-?([mbt])(?![a-z])", row["model"].lower())
+    unit = {"m": 1e6, "b": 1e9, "t": 1e12}[stated[2]] if stated else 0
+    count = 1e9 * (number(row, "params_b") or 0) or (float(stated[1]) * unit if stated else 0)
+    mixed = re.search(r"moe|expert|mixtral|\d+x\d|-a\d|hybrid|mamba", f"{row['model']} {row['notes']}".lower())
+    if not count > 0 or mixed or whole(row, "ep") > 1:
+        raise Skip("shape not published")
+
+    def shape(layers: int, hidden: int) -> Shape:
+        old = is_old(name)
+        ffn = 4 * hidden if old else -(-8 * hidden // 3 // 256) * 256
+        heads = hidden // HEAD if hidden >= 2048 else hidden // 64
+        made = Shape(row["model"], layers, hidden, heads, heads, ffn, GPT2_VOCAB if old else LLAMA_VOCAB, gated=not old)
+        return made._replace(learned=whole(row, "seq_len", 2048) if old else 0)
+
+    near = min((shape(*size) for size in LADDER), key=lambda made: abs(math.log(made.parameters / count)))
+    layer = (near.parameters - near._replace(layers=0).parameters) / near.layers
+    rest = near._replace(layers=0).parameters
+    return near._replace(layers=max(1, round((count - rest) / layer)))
+
+
 def from_cells(row, name: str) -> Shape:
     """A shape from its cells; gated or not and tied or not as the count of parameters says, else by family."""
     notes = row["notes"]
-    hidden, layers, heads = (int(number(row, key)) for key in ("hidden", "layers", "heads"))
-    old = any(word in name for word in ("mpt", "gpt", "opt", "bloom", "turing", "mtnlg"))
-    ffn = int(number(row, "ffn", 4 * hidden))
-    vocab = int(number(row, "vocab", 0)) or (GPT2_VOCAB if "golden" in row["section"] else 0)
-    if not vocab:
-        raise Skip("shape not published")
+    hidden, layers = whole(row, "hidden"), whole(row, "layers")
+    heads = whole(row, "heads", hidden // HEAD or 1)
+    old = is_old(name)
+    ffn = whole(row, "ffn", 4 * hidden)
+    vocab = whole(row, "vocab", GPT2_VOCAB if old or "golden" in row["section"] else LLAMA_VOCAB)
     stated = re.search(r"experts=(\d+) topk=(\d+) moe_ffn=(\w+)", notes)
     experts = None
     if stated:
@@ -243,8 +318,8 @@ def from_cells(row, name: str) -> Shape:
         experts = Experts(int(stated[1]), int(stated[2]), wide)
     if "hybrid" in notes or "multi-latent" in notes or "mtp" in notes:
         raise Skip("shape not published")
-    made = Shape(row["model"], layers, hidden, heads, int(number(row, "kv_heads", heads)), ffn, vocab, experts=experts)
-    positions = int(number(row, "seq_len", 2048)) if old and "rope" not in notes else 0
+    made = Shape(row["model"], layers, hidden, heads, whole(row, "kv_heads", heads), ffn, vocab, experts=experts)
+    positions = whole(row, "seq_len", 2048) if old and "rope" not in notes else 0
     made = made._replace(learned=positions)
     count = (number(row, "params_b", 0) or 0) * 1e9
     if not count or experts:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster
-from shoal.cluster.presets import preset
+from shoal.cluster.presets import names, networks, preset
 from shoal.plan.candidate import States
 from shoal.plan.shapes import Software
 
@@ -21,8 +21,10 @@ class Skip(Exception):
 class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
-    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on
-    every device, beyond tensors."""
+    ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
+    tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
+    ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
+    is)."""
 
     name: str
     software: Software
@@ -35,13 +37,34 @@ class System(NamedTuple):
     piped_kernels: float = 0.0
     recompute_steps: int = 4
     workspace_bytes: float = 0.0
+    overlap_tensor: bool = False
+    gradient_buffers: bool = True
+    blocking_s: float = 0.0
+    hopper_attention_share: float = 0.0
     first_word: tuple[str, ...] = ()
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster as this system's kernels use it."""
+        device = cluster.device
+        if not self.hopper_attention_share or "H100" not in device.name and "H200" not in device.name:
+            return cluster
+        faster = device.model_copy(update={"attention_share": self.hopper_attention_share})
+        return cluster.model_copy(update={"device": faster})
 
 
 #: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
 #: of them in float32.
 _EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
 _COMPILED = Software()
+#: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
+#: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
+#: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
+#: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
+_MEGATRON = System(
+    "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper_attention_share=0.452,
+    first_word=("megatron",),
+)  # fmt: skip
 SYSTEMS = (
     System(
         # RMSNorm fused, SwiGLU not; float32 gradients accumulated, then reduced without overlap in large buckets.
@@ -57,6 +80,7 @@ SYSTEMS = (
         workspace_bytes=0.3 * 2**30,
         cuts_by_cost=True,
         piped_kernels=147,
+        blocking_s=0.25,
         first_word=("nanotron", "ultrascale"),
     ),
     System(
@@ -67,14 +91,15 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    # It recomputes single modules (norms, activations, up-projections): at most half of a layer's work.
-    System("megatron", Software(kernels=30, grouped=0.8, expert_kernels=80), States(2, 0, 4, 12),
-           bucket_bytes=160e6, recompute_steps=2, first_word=("megatron", "nemo")),
-    System("mosaic", Software(skips=False), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
+    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
+    _MEGATRON._replace(overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    _MEGATRON,
+    # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
+    System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
-    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), first_word=("fsdp",)),
+    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
 )  # fmt: skip
-COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2))
+COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2), gradient_buffers=False)
 
 
 def system(row) -> System:
@@ -82,12 +107,26 @@ def system(row) -> System:
     text = " ".join((row["source"], row["section"], row["notes"])).lower()
     named = [one for one in SYSTEMS if any(word in text for word in one.first_word)]
     divided = any(row[axis] not in ("", "1") for axis in ("tp", "pp", "ep"))
-    found = named[0] if named else SYSTEMS[2 if divided else -1]
+    found = named[0] if named else _MEGATRON if divided else SYSTEMS[-1]
     if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
         found = found._replace(states=States(2, 0, 2, 4))
     if found.name == "fsdp" and row["compile"] == "yes":
-        return COMPILED._replace(states=found.states)
-    return found
+        found = COMPILED._replace(states=found.states)
+    return with_notes(found, row["notes"].lower())
+
+
+def with_notes(found: System, notes: str) -> System:
+    """With what a row's notes say of its kernels and states."""
+    software, states = found.software, found.states
+    if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
+        software = software._replace(flash=False, dropout=True)
+    if re.search("chunked cross.entropy|chunked loss", notes):  # float32 for one of torchtune's eight chunks at a time
+        software = software._replace(loss_kept=min(software.loss_kept, 4 + 10 / 8))
+    if re.search("8-?bit adam|8-?bit optimizer", notes):
+        states = states._replace(optimizer=2)
+    if re.search("optimizer.in.backward", notes):
+        states = states._replace(gradient=0, reduce=states.sent)
+    return found._replace(software=software, states=states)
 
 
 #: What a row's device is called, and its preset.
@@ -95,6 +134,8 @@ DEVICES = {
     "GB300": "gb300", "GB200": "gb200", "B300": "b300", "B200": "b200", "H200": "h200", "H100": "h100",
     "H800": "h100", "V100": "v100-32gb", "L40S": "l40s", "4090": "rtx4090", "MI300X": "mi300x",
 }  # fmt: skip
+#: Presets that are known with Amazon's network.
+EFA = {f"{name}-efa" for name in names() if "efa" in networks(name)}
 #: Devices of one NVLink domain that a job takes: whole trays of an NVL72 in powers of two.
 NVL72 = 64
 
@@ -103,6 +144,10 @@ def device_name(row) -> str:
     """The preset that a row's device is. Raises Skip."""
     text = row["gpu"].upper()
     found = next((preset_ for name, preset_ in DEVICES.items() if name in text), None)
+    if found == "h100" and "PCIE" in text:
+        found = "h100-pcie"
+    if found == "v100-32gb" and "16" in text:
+        found = "v100-16gb"
     if found is None and ("A100" in text or "A800" in text):
         found = "a100-40gb" if "40" in text else "a100-80gb"
     if found is None:
@@ -110,10 +155,23 @@ def device_name(row) -> str:
     return found
 
 
+def cut(row) -> float:
+    """What is left of NVLink on devices made for export: 400 GB/s of the A100's 600 and the H100's 900."""
+    text = row["gpu"].upper()
+    return 400 / 600 if "A800" in text else 400 / 900 if "H800" in text else 1.0
+
+
 @cache
-def hardware(name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int) -> Cluster:
-    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual."""
-    base = preset(f"{name}-efa" if efa and name != "gb200" else name)
+def hardware(
+    name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int, left: float = 1.0
+) -> Cluster:
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual; ``left``:
+    of the speed inside a node."""
+    base = preset(f"{name}-efa" if efa and f"{name}-efa" in EFA else name)
+    if base.inside is not None and left < 1:
+        base = base.model_copy(
+            update={"inside": base.inside.model_copy(update={"bytes_per_s": base.inside.bytes_per_s * left})}
+        )
     if name.startswith("gb"):
         per_node = NVL72
     between = base.between
@@ -126,7 +184,7 @@ def hardware(name: str, per_node: int, node_bytes_per_s: float | None, efa: bool
 def network(row) -> tuple[float | None, bool]:
     """Bytes per second of a node's network where the row states it, and whether it is Amazon's EFA."""
     text = f"{row['section']} {row['notes']}"
-    efa = "EFA" in text.replace("without EFA", "") or "nanotron" in row["source"]
+    efa = re.search(r"(?<!without )\bEFA\b", text) is not None or "nanotron" in row["source"]
     patterns = (
         (r"(\d+)x(\d+) Gb ", lambda m: int(m[1]) * int(m[2]) / 8),
         (r"(\d+)x(\d+) GB/s per node", lambda m: int(m[1]) * int(m[2])),

@@ -12,8 +12,20 @@ HERE = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(HERE))
 
 import published  # noqa: E402
-from published_rows import from_cells, mesh_of, read, recomputed, rows, schedule_of, starts  # noqa: E402
-from published_systems import Skip, network, system  # noqa: E402
+from published_rows import (  # noqa: E402
+    by_count,
+    clean,
+    from_cells,
+    mesh_of,
+    number,
+    read,
+    recomputed,
+    rows,
+    schedule_of,
+    starts,
+    whole,
+)
+from published_systems import Skip, cut, device_name, network, system, with_notes  # noqa: E402
 
 from shoal.plan.shapes import Shape  # noqa: E402
 
@@ -61,7 +73,8 @@ def test_a_row_becomes_a_plan_on_its_hardware():
         ({"tokens_per_s_per_gpu": ""}, "neither a time nor a rate"),
         ({"gpu": "TPU v4"}, "device TPU v4"),
         ({"gpu": ""}, "device not published"),
-        ({"hidden": "", "layers": "", "model": "Unheard-of 9B"}, "shape not published"),
+        ({"hidden": "", "layers": "", "model": "Unheard-of"}, "shape not published"),
+        ({"hidden": "", "layers": "", "model": "Unheard-of MoE 9B"}, "shape not published"),
         ({"n_gpus": "", "dp": ""}, "number of devices not published"),
         ({"pp": "64", "vp": "1", "n_gpus": "512", "dp": "1"}, "more stages than layers"),
         ({"section": "estimator output (ANALYTIC)", "peak_memory_gib": "3"}, "an estimate, not measured"),
@@ -71,6 +84,110 @@ def test_a_row_becomes_a_plan_on_its_hardware():
 def test_rows_are_skipped_with_their_reason(values, reason):
     with pytest.raises(Skip, match=reason):
         read(row(**values))
+
+
+def test_a_word_that_contains_efa_names_no_network():
+    assert network(row(notes="MP mode DEFAULT")) == (None, False)
+    assert network(row(section="p5 nodes, EFA")) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [("", 7), ("nan", 7), ("inf", 7), ("x", 7), ("1,024", 1024), ("~5.5", 5.5), ("40 %", 40), ("-3", -3)],
+)
+def test_cells_are_numbers_or_nothing(cell, value):
+    assert number({"a": cell}, "a", 7) == value
+    assert number({}, "a") is None
+    assert whole({"a": cell}, "a", 7) == max(1, int(value))
+    assert (clean(" N/A "), clean("none"), clean(None)) == ("", "none", "")
+
+
+def test_columns_may_be_missing_spelled_otherwise_or_begin_with_a_mark(tmp_path):
+    text = "\ufeffModel, GPU ,n_gpus,layers,hidden,step_time_s,extra\nLlama-3-8B,H100,8,32,4096,1.5,x\nshort\n"
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8")
+    first, second = rows(tmp_path / "t.csv")
+    assert (first["model"], first["gpu"], first["notes"], "extra" in first) == ("Llama-3-8B", "H100", "", False)
+    assert published.predict(first).measured_s == 1.5
+    with pytest.raises(Skip, match="neither a time nor a rate"):
+        published.predict(second)
+
+
+def test_a_cell_that_makes_no_sense_costs_its_row_and_says_so(tmp_path):
+    with open(tmp_path / "t.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, HEAD)
+        writer.writeheader()
+        writer.writerows([row(hidden="-1"), row()])
+    found = published.summary(tmp_path / "t.csv", False)
+    assert found["predicted"] == 1
+    assert found["skipped"] == {"not understood: ZeroDivisionError: float division by zero": 1}
+
+
+def test_notes_of_cumulative_rows_add_up(tmp_path):
+    lines = "s,m,g,+8-bit AdamW; cumulative\ns,m,g,+chunked cross entropy; cumulative\nt,m,g,+compile; cumulative\n"
+    (tmp_path / "t.csv").write_text("section,model,gpu,notes\n" + lines)
+    first, second, other = (one["notes"] for one in rows(tmp_path / "t.csv"))
+    assert "8-bit" in first and "8-bit" in second and "chunked" in second and "8-bit" not in other
+
+
+def test_kernels_and_states_are_read_from_notes():
+    plain = system(row(source="torchtune", tp="1", pp="1"))
+    said = with_notes(plain, "8-bit adamw, optimizer-in-backward, chunked cross entropy")
+    assert (said.states.optimizer, said.states.gradient, said.states.sent) == (2, 0, plain.states.sent)
+    assert said.software.loss_kept < plain.software.loss_kept
+    local = system(row(source="Megatron-LM", notes="transformer-impl=local"))
+    assert not local.software.flash and system(row(source="Megatron-LM")).software.flash
+    assert system(row(source="NVIDIA NeMo")).overlap_tensor and not system(row(source="Megatron-LM")).overlap_tensor
+
+
+def test_a_shape_is_made_up_from_the_number_of_parameters():
+    bare = {"layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn": "", "vocab": ""}
+    for name, count in (("Unheard-of 9B", 9e9), ("GPT 530B", 530e9), ("OPT-350M", 0.35e9), ("X 1.5T", 1.5e12)):
+        shape = (
+            read(row(**bare, model=name)).shape
+            if "350" not in name
+            else by_count(row(**bare, model=name), name.lower())
+        )
+        assert shape.parameters == pytest.approx(count, rel=0.1)
+        assert shape.gated == ("GPT" not in name and "OPT" not in name)
+    assert by_count(row(**bare, model="?", params_b="13"), "?").hidden == 5120
+    for name in ("Foo-8x7B", "Foo MoE 30B", "Foo"):
+        with pytest.raises(Skip, match="shape not published"):
+            by_count(row(**bare, model=name), name.lower())
+    half = read(row(heads="", vocab="", kv_heads="", model="made up")).shape
+    assert (half.heads, half.vocab) == (32, 32000)
+
+
+def test_devices_by_their_kinds():
+    kinds = {"H100-PCIe 80GB": "h100-pcie", "V100-SXM2-16GB": "v100-16gb", "GH200": "h200", "A800-80GB": "a100-80gb"}
+    for name, preset in kinds.items():
+        assert device_name(row(gpu=name)) == preset
+    assert [cut(row(gpu=name)) for name in ("A800", "H800", "H100")] == pytest.approx([2 / 3, 4 / 9, 1])
+    slow, whole_ = read(row(gpu="H800")).cluster, read(row()).cluster
+    assert slow.inside.bytes_per_s == pytest.approx(whole_.inside.bytes_per_s * 4 / 9)
+    old = read(row(gpu="V100-SXM2-32GB", precision="fp16 mixed", tokens_per_s_per_gpu="", mfu="40"))
+    assert old.candidates[0].precision == "fp16"
+    assert published.measured(old, old.candidates[0]) > 0
+
+
+def test_attention_on_hopper_is_as_fast_as_the_systems_kernels():
+    runs = (("NVIDIA NeMo", "H100"), ("Megatron-LM", "H200"), ("FSDP", "H100"), ("NeMo", "A100"))
+    shares = [read(row(source=source, gpu=gpu)).cluster.device.attention_share for source, gpu in runs]
+    assert shares == [0.452, 0.452, 0.35, 0.645]
+    assert read(row(notes="1f1b A2A overlap")).candidates[0].overlap_expert
+    assert not read(row(notes="A2A dispatcher")).candidates[0].overlap_expert
+
+
+def test_allocated_memory_is_without_what_the_allocator_reserves():
+    reserved = published.predict(row(source="Megatron-LM", peak_memory_gib="50"))
+    allocated = published.predict(row(source="Megatron-LM", peak_memory_gib="50", notes="mem-max-allocated"))
+    assert 1.02 < reserved.memory_gib / allocated.memory_gib < 1.05
+
+
+def test_messages_block_in_nanotrons_large_runs():
+    held = [read(row(source="nanotron", n_gpus=n, dp=dp, tp=tp)).candidates[0].blocking_s
+            for n, dp, tp in (("64", "4", "8"), ("512", "32", "8"), ("64", "1", "32"))]  # fmt: skip
+    assert held == [0, 0.25, 0.25]
+    assert read(row(n_gpus="512", dp="32")).candidates[0].blocking_s == 0
 
 
 def test_hardware_over_model_flops_say_how_much_was_recomputed():

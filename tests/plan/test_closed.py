@@ -74,3 +74,16 @@ def test_a_step_that_is_played_needs_what_the_closed_formulas_say(plan):
         assert states(closed) == pytest.approx(states(played))
     if plan.recompute == "none":
         assert closed.activations == pytest.approx(played.activations, rel=0.05)
+
+
+def test_gradients_without_buffers_come_when_what_was_kept_goes():
+    held = closed_peak(MADE, Candidate(Mesh(), 4, 1, states=STATES), DEVICE)
+    plan = Candidate(Mesh(), 4, 1, states=STATES, gradient_buffers=False)
+    loss = closed_peak(MADE, plan, DEVICE)
+    assert (loss.moment, loss.gradients) == ("loss", 0)
+    assert loss.activations + loss.logits == held.activations + held.logits > held.gradients
+    small = plan._replace(micro_batch=1, recompute="full", states=STATES._replace(gradient=8))
+    update = closed_peak(MADE, small, DEVICE)
+    assert (update.moment, update.activations, update.logits) == ("optimizer", 0, 0)
+    assert update.gradients == pytest.approx(8 * N)
+    assert closed_peak(MADE, plan._replace(accumulation=2), DEVICE).gradients == held.gradients

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cluster.facts import Cluster, Device, Fit, Link
 from shoal.core.errors import ConfigError
-from shoal.plan.collectives import Span, over, seconds, span
+from shoal.plan.collectives import Span, over, places, seconds, span
 from shoal.plan.mesh import Mesh
 
 pytestmark = pytest.mark.unit
@@ -54,12 +54,12 @@ def test_tensor_fills_a_node_before_shards_do():
     assert span(CLUSTER, 1, 32)[:2] == (8, 4)
 
 
-def test_a_group_over_nodes_takes_the_slower_link_and_every_hop_between_nodes():
+def test_a_group_over_nodes_takes_the_slower_link_and_one_hop_from_each_node():
     wide = Span(8, 4, LINK, FAR)
-    by_hand = 2e-5 + 31 * 1e-5 + 100 * MB * 31 / 32 / min(5e9, 8 * 1e9)
+    by_hand = 2e-5 + 4 * 1e-5 + 27 * 1e-6 + 100 * MB * 31 / 32 / min(5e9, 8 * 1e9)
     assert wide.seconds("all_gather", 100 * MB) == pytest.approx(by_hand)
     few = Span(2, 4, LINK, FAR)  # two cards a node are slower than a device's own link
-    assert few.seconds("all_gather", 100 * MB) == pytest.approx(2e-5 + 7e-5 + 100 * MB * 7 / 8 / 2e9)
+    assert few.seconds("all_gather", 100 * MB) == pytest.approx(2e-5 + 4e-5 + 3e-6 + 100 * MB * 7 / 8 / 2e9)
     alone = Span(1, 4, LINK, FAR)
     assert alone.seconds("all_gather", 100 * MB) == pytest.approx(2e-5 + 3e-5 + 100 * MB * 3 / 4 / 1e9)
 
@@ -69,6 +69,17 @@ def test_a_row_for_several_experts_of_a_node_goes_there_once():
     once, copies = wide.seconds("all_to_all", 800 * MB, 1), wide.seconds("all_to_all", 800 * MB, 8)
     assert once == pytest.approx(2e-5 + 3e-5 + 800 * MB * 3 / 4 / 1e9)
     assert copies == pytest.approx(2e-5 + 3e-5 + 100 * MB * 3 * (1 - 0.75**8) / 1e9)
+
+
+def test_an_all_to_all_in_a_node_is_no_ring_and_sends_a_row_to_each_rank_once():
+    once = seconds("all_to_all", 8, 100 * MB, LINK)
+    assert once == pytest.approx(1e-5 + 1e-6 + 100 * MB * 7 / 8 / 5e9)
+    near = Span(8, 1, LINK, FAR)
+    assert near.seconds("all_to_all", 100 * MB) == pytest.approx(once)
+    reached = places(8, 8)
+    assert reached == pytest.approx(8 * (1 - (7 / 8) ** 8)) and places(8, 1) == pytest.approx(1)
+    copies = near.seconds("all_to_all", 100 * MB, 8)
+    assert copies == pytest.approx(1.1e-5 + 100 * MB * reached / 8 * 7 / 8 / 5e9)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"])

@@ -51,10 +51,11 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory():
     assert op_seconds(op(moved=5e11, kind="memory", backward=1.5), 1, DEVICE, "bf16") == pytest.approx((1.0, 1.5))
 
 
-def test_small_products_reach_less_of_the_peak_and_more_so_in_a_faster_precision():
+def test_small_products_reach_less_of_the_peak_and_short_ones_more_so_in_a_faster_precision():
     half = DEVICE.model_copy(update={"matmul_half": 100})
     assert product_flops_per_s(half, "bf16", 100, 1e12, 1e12) == pytest.approx(0.25e14)
-    assert product_flops_per_s(half, "fp8", 200, 1e12, 1e12) == pytest.approx(0.5e14)
+    assert product_flops_per_s(half, "fp8", 100, 1e12, 1e12) == pytest.approx(0.5e14)
+    assert product_flops_per_s(half, "fp8", 1e12, 200, 1e12) == pytest.approx(0.5e14)
 
 
 def test_measured_operations_go_before_constants():
@@ -85,6 +86,49 @@ def test_tensor_collectives_are_exposed_and_repeated_where_blocks_are_recomputed
     again = price(made, lone(Mesh(tensor=8), accumulation=3, recompute="full"), CLUSTER)
     assert again.tensor_s == pytest.approx(3 * 3 * once)
     assert again.compute_s == pytest.approx(cost.compute_s * 4 / 3)
+
+
+def test_tensor_collectives_that_go_in_chunks_leave_the_last_chunk_and_what_products_are_too_short_for():
+    """Products of 1 s and 2 s beside a gather of 0.7 s, in eight chunks; without sequence parallelism nothing hides."""
+    slow = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"overlap_slowdown": 1.1})})
+    traffic = (Traffic("tensor", "all_gather", "forward", 8e10), Traffic("tensor", "all_gather", "backward", 8e10))
+    made = model(block("b", op(flops=5e13), traffic=traffic)).model_copy(
+        update={"tensor": 8, "sequence_parallel": True}
+    )
+    chunked = lone(Mesh(tensor=8), overlap_tensor=True, sequence_parallel=True)
+    one = 8e10 * 7 / 8 / 100e9
+    hidden = one * 7 / 8
+    assert price(made, chunked, slow).tensor_s == pytest.approx(2 * (one / 8 + 0.1 * hidden))
+    assert price(made, chunked._replace(overlap_tensor=False), slow).tensor_s == pytest.approx(2 * one)
+    whole = made.model_copy(update={"sequence_parallel": False})
+    assert price(whole, chunked, slow).tensor_s == pytest.approx(2 * one)
+    short = model(block("b", op(flops=5e12), traffic=traffic)).model_copy(
+        update={"tensor": 8, "sequence_parallel": True}
+    )
+    assert price(short, chunked, slow).tensor_s == pytest.approx(one - 0.1 * 0.9 + one - 0.2 * 0.9)
+
+
+def test_experts_rows_travel_behind_another_micro_batch_where_told_so():
+    """Products of 1 s and 2 s; 1.5 s for a pass's rows, of which half a second is too long for the forward."""
+    traffic = tuple(Traffic("expert", "all_to_all", phase, 1.5e11 * 8 / 7) for phase in ("forward", "backward"))
+    made = model(block("b", op(flops=5e13), traffic=traffic))
+    plan = lone(Mesh(replicate=8), expert=8)
+    assert price(made, plan, CLUSTER).expert_s == pytest.approx(3.0)
+    slow = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"overlap_slowdown": 1.1})})
+    hidden = price(made, plan._replace(overlap_expert=True), slow).expert_s
+    assert hidden == pytest.approx((0.5 + 0.1 * 1.0) + 0.1 * 1.5)
+
+
+def test_messages_that_block_hold_up_both_ranks_of_every_pair_of_stages():
+    """Four stages of 1 s and 2 s: the middle ones have two messages in each pass, as long as whole passes."""
+    blocks = [block(f"{n}", op(flops=5e13)) for n in range(4)]
+    plan = lone(Mesh(pipeline=4), accumulation=16, starts=(0, 1, 2, 3), schedule="1f1b")
+    free, held = (price(model(*blocks), plan._replace(blocking_s=each), CLUSTER) for each in (0.0, 0.25))
+    assert 4 * 0.25 * 16 < held.step_s - free.step_s < 4 * 0.25 * (16 + 3)
+    assert held.pipeline_s - free.pipeline_s == pytest.approx(held.step_s - free.step_s)
+    pair = lone(Mesh(pipeline=2), accumulation=16, starts=(0, 2), schedule="1f1b")
+    free, held = (price(model(*blocks), pair._replace(blocking_s=each), CLUSTER) for each in (0.0, 0.25))
+    assert held.step_s - free.step_s == pytest.approx(2 * 0.25 * (16 + 1))
 
 
 def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket():

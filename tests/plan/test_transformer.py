@@ -118,3 +118,9 @@ def test_single_mixers_windows_and_kinds():
     assert flops[1] == pytest.approx(flops[0] * 128 / (S / 2))
     names = [w.name for block in profile(LLAMA_8B, S).blocks for w in block.weights]
     assert len(set(names)) == len(names)
+
+
+def test_experts_products_fill_the_device_together():
+    made = layer(profile(MIXTRAL, S, Split(expert=4)))
+    up = next(op for op in made.ops if op.name == "expert_up")
+    assert (up.m, up.flops) == (2 * S, pytest.approx(2 * 2 * S * 4096 * 2 * 14336 / 0.8))

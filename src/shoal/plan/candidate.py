@@ -34,7 +34,13 @@ class Candidate(NamedTuple):
     state, 2 gradients too, 3 weights too, over ``mesh.shard``. ``keep``: share of blocks that are not
     recomputed. ``first_bucket_bytes``: of the engine's first bucket of gradients, which starts the links early.
     ``overlap_gradients``, ``overlap_weights``: whether reducing gradients hides behind the last backward, and gathering
-    weights that the optimizer updated in shards behind the next forward."""
+    weights that the optimizer updated in shards behind the next forward. ``overlap_tensor``: with sequence parallelism,
+    tensor collectives go chunk by chunk beside the products that need them (Transformer Engine's userbuffers,
+    https://docs.nvidia.com/nemo-framework/user-guide/latest/nemotoolkit/features/optimizations/communication_overlap.html;
+    torch's async tensor parallelism). ``overlap_expert``: experts' rows travel while another micro-batch
+    computes (DualPipe, https://arxiv.org/abs/2412.19437). ``blocking_s``: for which a message from or to another stage
+    holds up its rank. ``gradient_buffers``: gradients have their room all step long; else it is made in the backward,
+    and with one micro-batch what was kept for the backward is gone by then."""
 
     mesh: Mesh
     micro_batch: int
@@ -54,6 +60,10 @@ class Candidate(NamedTuple):
     keep: float = 0.0
     overlap_gradients: bool = True
     overlap_weights: bool = False
+    overlap_tensor: bool = False
+    overlap_expert: bool = False
+    blocking_s: float = 0.0
+    gradient_buffers: bool = True
 
     @property
     def data_ranks(self) -> int:

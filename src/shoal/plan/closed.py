@@ -68,7 +68,7 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
         unit = max((_numel([block], False) for block in blocks), default=0.0)
         buffers = unit * ((states.compute or states.weight) * UNITS + states.sent)
     head = [op for block in blocks if block.kind == "head" for op in block.ops]
-    return Memory(
+    found = Memory(
         rank=rank_of(mesh, pipeline=place),
         moment="backward",
         weights=held(states.weight, 3),
@@ -79,6 +79,11 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
         buffers=buffers,
         overhead=float(device.reserved_bytes),
     )
+    if candidate.gradient_buffers or candidate.accumulation > 1:
+        return found
+    if found.gradients > found.activations + found.logits:
+        return found._replace(moment="optimizer", activations=0.0, logits=0.0)
+    return found._replace(moment="loss", gradients=0.0)
 
 
 def _kept(block: Block, candidate: Candidate) -> float:

@@ -29,6 +29,8 @@ def seconds(collective: str, ranks: int, nbytes: float, link: Link) -> float:
     if collective in ("p2p", "broadcast"):
         hops = 1 if collective == "p2p" else math.ceil(math.log2(ranks))
         return link.base_s + hops * link.latency_s + nbytes / rate
+    if collective == "all_to_all":  # no ring: every pair sends at once
+        return link.base_s + link.latency_s + (1 - 1 / ranks) * nbytes / rate
     rounds = _ROUNDS[collective]
     ring = link.base_s + rounds * (ranks - 1) * (link.latency_s + nbytes / ranks / rate)
     if collective != "all_reduce":
@@ -67,13 +69,17 @@ class Span(NamedTuple):
     def seconds(self, collective: str, nbytes: float, copies: int = 1) -> float:
         """Seconds of one collective in the group.
 
-        Where it spans both levels, one ring or tree goes through all ranks: every step of a ring waits for its slowest
-        hop, which is between nodes, and the slower of a device's own link and its node's cards (one part of them for
-        each device) sets the rate. In an all-to-all a row that goes to ``copies`` ranks goes once to each node, as
-        DeepEP sends (https://github.com/deepseek-ai/DeepEP), and is handed on there.
+        Where it spans both levels, one ring or tree goes through all ranks: a piece passes one hop from each node to
+        the next and the others inside nodes, as NCCL's own tuning counts
+        (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc), and the slower of a device's own link and its
+        node's cards (one part of them for each device) sets the rate. In an all-to-all a row for ``copies`` places
+        goes once to each node and once to each rank, as DeepEP sends (https://github.com/deepseek-ai/DeepEP), and is
+        handed on there.
         """
         if self.ranks == 1:
             return 0.0
+        if collective == "all_to_all" and self.across == 1:
+            nbytes *= places(self.ranks, copies) / copies
         if self.across == 1:
             return seconds(collective, self.inside, nbytes, _needed(self.near, "inside"))
         far = _needed(self.far, "between")
@@ -83,15 +89,22 @@ class Span(NamedTuple):
             return whole.seconds(nbytes)
         near, wide = _needed(self.near, "inside"), far.bytes_per_s * far.share
         if collective == "all_to_all":
-            away = nbytes / copies * (self.across - 1) * (1 - (1 - 1 / self.across) ** copies)
-            inside = seconds(collective, self.inside, nbytes, near)
+            away = nbytes / copies * places(self.across, copies) * (1 - 1 / self.across)
+            within = nbytes / copies * places(self.ranks, copies)
+            inside = seconds(collective, self.inside, within, near)
             return max(far.base_s + (self.across - 1) * far.latency_s + away / wide, inside)
         rate = min(near.bytes_per_s * near.share, self.inside * wide)
-        ring = _ROUNDS[collective] * ((self.ranks - 1) * far.latency_s + nbytes * (1 - 1 / self.ranks) / rate)
+        around = self.across * far.latency_s + (self.ranks - 1 - self.across) * near.latency_s
+        ring = _ROUNDS[collective] * (around + nbytes * (1 - 1 / self.ranks) / rate)
         if collective != "all_reduce":
             return far.base_s + ring
         hops = 2 * (math.ceil(math.log2(self.across)) * far.latency_s + (self.inside - 1) * near.latency_s)
         return far.base_s + min(ring, hops + 2 * nbytes / rate)
+
+
+def places(count: int, copies: int) -> float:
+    """How many of ``count`` places ``copies`` rows sent at random reach: count (1 - (1 - 1 / count)^copies)."""
+    return count * (1 - (1 - 1 / count) ** copies)
 
 
 def _world(collective: str, ranks: int, far: Link) -> Fit | None:

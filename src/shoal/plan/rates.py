@@ -16,15 +16,17 @@ def product_flops_per_s(device: Device, precision: str, m: float, k: float, n: f
     """Rate of an (m, k) x (k, n) product.
 
     Measured products of the precision: the mean of the logarithms of the nearest rates, weighted by the squared inverse
-    of their distance in (log m, log k, log n). Else the peak's share, and of it size / (size + half) of each size; as
-    a start takes the same time at any rate, the half grows with the precision's peak over that of bf16.
+    of their distance in (log m, log k, log n). Else the peak's share, and of it size / (size + half) of each size.
+    Rows and columns lose by tiles and waves that are not full, whatever the precision; along k a tile's start and its
+    result's way out take the same time at any rate, so that k's half grows with the precision's peak over bf16's.
     """
     measured = [one for one in device.products if one.precision == precision]
     if measured:
         return _between(measured, m, k, n)
     peak = device.flops_per_s[precision]
-    half = device.matmul_half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
-    reached = math.prod(size / (size + half) for size in (m, k, n) if size + half)
+    half = device.matmul_half
+    long = half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
+    reached = math.prod(size / (size + lost) for size, lost in ((m, half), (k, long), (n, half)) if size + lost)
     return peak * device.matmul_share * reached
 
 

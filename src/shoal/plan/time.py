@@ -150,6 +150,7 @@ class Prices:
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
         starts = host.action_starts(candidate, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
+        key += (candidate.overlap_tensor, candidate.overlap_expert)
         if key not in self._passes:
             works = [(self._block(self._sample[kind], candidate), count) for kind, count in part.kinds]
             sides = [
@@ -169,6 +170,14 @@ class Prices:
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         started = sum(op.launches for op in block.ops) * device.launch_s
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
+        if candidate.overlap_tensor and self.profile.sequence_parallel:
+            products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
+            for side, phase in enumerate(("forward", "backward")):
+                sent[phase] = self._chunked(sent[phase], sum(each[side] for each in products))
+        if candidate.overlap_expert:
+            for phase, computing in (("forward", forward), ("backward", backward)):
+                tensor, context, expert = sent[phase]
+                sent[phase] = tensor, context, exposed(expert, computing, device.overlap_slowdown)
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
             if block.repeated
@@ -187,6 +196,13 @@ class Prices:
             Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
             Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
         )
+
+    def _chunked(self, sent: tuple[float, float, float], computing: float) -> tuple[float, float, float]:
+        """Exposed seconds where tensor collectives go chunk by chunk, one for each rank, beside the products: the last
+        chunk is waited for."""
+        tensor, context, expert = sent
+        slowdown = self.cluster.device.overlap_slowdown
+        return exposed(tensor, computing, slowdown, tensor / self.profile.tensor), context, expert
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
@@ -224,7 +240,8 @@ class Prices:
         if not exact:
             return closed_form(*shape, times)
         whole = self._lasts(shape, times)
-        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in times])
+        free = self._pipeline(candidate._replace(blocking_s=0.0), works)[1]
+        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in free])
 
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
@@ -240,9 +257,11 @@ class Prices:
         blocks = self.profile.blocks
         sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
         sends = [*(self._sent(candidate, stage, nbytes) for stage, nbytes in enumerate(sizes)), 0.0]
+        last = len(works) - 1
+        holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
         times = [
-            StageTime(work.forward.total, work.backward.total, work.backward.total / 2, send)
-            for work, send in zip(works, sends, strict=True)
+            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, send)
+            for work, hold, send in zip(works, holds, sends, strict=True)
         ]
         return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
 

@@ -196,11 +196,11 @@ class Share:
         return ops, weights
 
     def grouped(self, name: str, rows: float, k: float, n: float, local: float) -> Op:
-        """``local`` products side by side, each of its experts' rows."""
+        """``local`` products side by side, each of its experts' rows: all their tiles fill the device together."""
         flops = 2.0 * rows * k * n / self.software.grouped
         moved, fixed = rows * (k + n) * self.width, local * k * n * self.width
         kept = rows * k * (1 if self.narrow else self.width)
-        return Op(name, "matmul", rows / local, k, n, flops, moved, fixed, kept, 2.0, 1.0)
+        return Op(name, "matmul", rows, k, n, flops, moved, fixed, kept, 2.0, 1.0)
 
     def mamba(self) -> tuple[list[Op], list[Weight]]:
         """Input product, convolution and scan, output product."""
