@@ -199,7 +199,20 @@ def test_workers_are_forks_of_a_process_without_other_threads(tmp_path):
 def test_a_rank_that_never_begins_is_named(tmp_path):
     code, _, stderr = run("unborn", tmp_path, 2)
     assert code == 1
-    assert stderr.splitlines()[-1] == "error: rank 1 did not begin in 2 s after the process was made; start again"
+    assert stderr.splitlines()[-1] == "error: rank 1 did not begin, and no rank computed in 2 s; start again"
+
+
+def test_a_rank_that_stands_still_before_it_tells_of_itself_is_named_with_every_stack(tmp_path):
+    code, _, stderr = run("unbegun", tmp_path, 3)
+    assert code == 1
+    assert "error: rank 1 stopped moving: no progress for 2 s (deadline 2 s, in which no rank computed)" in stderr
+    assert stderr.count("has not begun") == 3 and all(f"rank {rank}'s stack:" in stderr for rank in range(3))
+    assert "in begin" in stderr.partition("rank 1's stack:")[2].partition("rank 2's stack:")[0]
+
+
+def test_a_start_that_takes_long_is_left_alone_as_long_as_a_rank_computes(tmp_path):
+    code, stdout, stderr = run("slow", tmp_path, 2)
+    assert code == 0 and stdout.count("sum=3") == 2, stderr
 
 
 def test_a_frozen_process_is_named_and_does_not_hold_up_the_end(tmp_path):
