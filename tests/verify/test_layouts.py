@@ -76,12 +76,14 @@ def test_an_untied_weight_is_found_and_named() -> None:
     assert "not reduced: ranks 0, 1" in found.reason
 
 
-def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
+def test_a_missing_sum_of_key_value_gradients_is_found_and_named() -> None:
     """Query heads on several ranks share a key-value head: its gradient is the sum over them."""
     assert verify("tensor=2", fields={"grouped": True}).ok
     found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
     assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
     assert found.max_rel_grad > 0.1
+    assert "nearest to where backward goes wrong, 'blocks.1.attention.kv." in found.reason
+    assert "whose sum is right; a sum over tensor is missing" in found.reason
 
 
 def test_a_bias_added_twice_is_found_and_named() -> None:

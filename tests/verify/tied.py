@@ -228,9 +228,10 @@ class Faults:
     def bias_added_twice(model):
         from shoal.parallel.tensor import part
 
-        def row(func, found, outcome, group):
+        def row(*given):
+            found, outcome = given[-3:-1]
             bias = [tensor for tensor, target in zip(found, outcome.targets, strict=True) if target is None]
-            return sum(bias, right(func, found, outcome, group))
+            return sum(bias, right(*given))
 
         right, part._row = part._row, row
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
-from shoal.blueprint.structures import mapped, stands_for_parameter, tensors, with_tensors
+from shoal.blueprint.facts import inside
+from shoal.blueprint.structures import attributes, mapped, stands_for_parameter, tensors, with_tensors
 from shoal.core.errors import ModelError
 from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
 from shoal.parallel.shapes import Shapes
@@ -66,12 +67,26 @@ class Skeleton:
         """The events of a forward on these inputs, without running any unit for real. Raises ModelError."""
         for path, module in self.twin.named_modules():
             module.training = self.model.get_submodule(path).training
-        recorder = _Recorder(self)
+        recorder = _Recorder(self, {})
         with _active(recorder):
             result = self.twin(*args, **kwargs)
+        if left := self.left_behind(recorder):
+            with _active(_Recorder(self, left)):
+                self.twin(*args, **kwargs)
         returned = tuple(recorder.numbers[id(t)] for t in tensors(result) if id(t) in recorder.numbers)
         recorder.check_views(returned)
         return Recording(tuple(recorder.events), tuple(recorder.values), returned, frozenset(recorder.overwritten))
+
+    def left_behind(self, recorder: _Recorder) -> dict[int, str]:
+        """Values that depend on parameters and that a forward left in a module outside of the units, by identity."""
+        outside = ((p, m) for p, m in self.twin.named_modules() if not any(inside(p, unit) for unit in self.paths))
+        return {
+            id(tensor): f"{path}.{name}" if path else name
+            for path, module in outside
+            for name, value in (attributes(module) | module._buffers).items()
+            for tensor in tensors(value)
+            if id(tensor) in recorder.numbers
+        }
 
     def run(
         self,
@@ -165,16 +180,31 @@ def _name(func: Any) -> str:
 
 
 class _Recorder(_Pass):
-    """Finds the events: units and operations that depend on parameters run on fake tensors, the rest for real."""
+    """Finds the events: units and operations that depend on parameters run on fake tensors, the rest for real.
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    ``left``: values that an earlier forward left in the model, none of which may be read: stages that leave the forward
+    before would read older ones."""
+
+    def __init__(self, skeleton: Skeleton, left: dict[int, str]) -> None:
         super().__init__()
-        self.skeleton = skeleton
+        self.skeleton, self.left = skeleton, left
         self.events: list[Event] = []
         self.values: list[FakeTensor] = []
         self.overwritten: set[int] = set()
         self.writes: list[tuple[int, str, frozenset[int]]] = []  # event, its name, views of what it overwrote
         self.parameters: dict[int, Tensor] = {}
+
+    def of_model(self, tensor: Tensor) -> bool:
+        if id(tensor) in self.left:
+            raise ModelError(
+                f"the model keeps {self.left[id(tensor)]!r}, which depends on weights, from one forward to the next, "
+                "and not every stage of a pipeline works it out; keep it inside of a block, or use a layout without a "
+                "pipeline"
+            )
+        return super().of_model(tensor)
+
+    def read(self, values: Any) -> tuple[int, ...]:
+        return tuple(self.numbers[id(t)] for t in tensors(values) if self.of_model(t) and id(t) in self.numbers)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
