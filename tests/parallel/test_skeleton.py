@@ -239,6 +239,32 @@ def test_another_path_for_the_same_shapes_is_refused():
         skeleton.run(recording, range(len(recording.events)), {}, (-torch.ones(2, 3),), {})
 
 
+class Carrying(Shaped):
+    """Keeps a value from one forward to the next; ``reads``: and adds it."""
+
+    def __init__(self, reads: bool, buffer: bool = False) -> None:
+        super().__init__(lambda hidden, x: hidden.relu())
+        self.reads = reads
+        if buffer:
+            self.register_buffer("state", torch.zeros(3))
+        else:
+            self.state = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x), x)
+        hidden = hidden + self.state if self.reads else hidden
+        self.state = hidden.detach().mean(0)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_value_of_the_models_that_the_next_forward_reads_is_refused_by_name(buffer):
+    """A stage that had left the forward before went on with the first one."""
+    with pytest.raises(ModelError, match="the model keeps 'state', which depends on weights, from one forward to the"):
+        Skeleton(Carrying(True, buffer), torch.device("cpu")).record((torch.ones(2, 3),), {})
+    assert Skeleton(Carrying(False, buffer), torch.device("cpu")).record((torch.ones(2, 3),), {}).events
+
+
 def test_cuts_that_name_nothing_or_go_backwards_are_refused():
     recording = Skeleton(Skips(), torch.device("cpu")).record((torch.ones(4, 6),), {})
     with pytest.raises(ConfigError, match="cut before 'left': the forward calls no such unit; it calls down, middle"):
