@@ -139,6 +139,18 @@ def test_a_request_that_comes_more_than_once_at_once_is_one(tmp_path):
     assert code == 75 and stdout.count("saved by") == 2, stderr
 
 
+def test_a_run_that_was_stopped_whole_goes_on(tmp_path):
+    """A machine that sleeps, a frozen container: the time in which the launcher stood still counts for nobody."""
+    process = start("long", tmp_path)
+    everyone = [process.pid, *pids(until(process, "step"))]
+    for number, wait_s in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0.7), (signal.SIGTERM, 0.0)):
+        for pid in everyone if number != signal.SIGTERM else everyone[:1]:
+            os.kill(pid, number)
+        time.sleep(wait_s)
+    code, _, stderr = finish(process, tmp_path)
+    assert code == 75, stderr
+
+
 def test_workers_end_soon_after_their_launcher_was_killed(tmp_path):
     process = start("long", tmp_path)
     found = pids(until(process, "step"))

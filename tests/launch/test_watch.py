@@ -62,13 +62,20 @@ def test_before_its_first_step_a_run_stands_still_only_where_no_rank_computes():
     assert overdue([first, slot(1)], 500.0, 0.0, WATCH, 400.0) is None
     assert overdue([first, slot(1)], 500.0, 0.0, WATCH, 379.0) is not None
     assert overdue([first, silent], 500.0, 0.0, WATCH, 379.0) is None
-    assert overdue([slot(0), slot(1)], 500.0, 0.0, WATCH, 500.0) is not None, "computing counts until the first step"
+
+
+def test_a_step_in_want_of_a_processor_is_left_alone_for_two_minutes():
+    """A worker beside fifteen others was ended after 10 s, ready to run."""
+    assert overdue([slot(0), slot(1)], 60.0, 0.0, WATCH, 60.0) is None
+    assert overdue([slot(0), slot(1)], 60.0, 0.0, WATCH, 49.0) is not None
+    found = overdue([slot(0), slot(1)], 121.0, 0.0, WATCH, 121.0)
+    assert found is not None and found.waited_s == 121.0
 
 
 def test_a_first_step_that_computes_ends_at_some_time():
     assert overdue([slot(0, step=0)], 1799.0, 0.0, WATCH, 1799.0) is None
     found = overdue([slot(0, step=0)], 1801.0, 0.0, WATCH, 1801.0)
-    assert found is not None and found.deadline_s == 1800.0
+    assert found is not None and found.waited_s == 1801.0
 
 
 @pytest.mark.parametrize(

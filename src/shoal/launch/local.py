@@ -121,6 +121,7 @@ class _Attempt:
         self._pids: dict[int, int] = {}
         self._since_s = time.monotonic()
         self._computing = Computing()
+        self._looked_s = self._since_s
 
     def run(self, port: int | None, asked: _Asked) -> tuple[int, _Failure | None]:
         """The workers' exit code, or why they failed."""
@@ -161,7 +162,7 @@ class _Attempt:
 
     def _wait(self, context: PContext, asked: _Asked) -> tuple[int, _Failure | None]:
         forwarded = 0
-        looked_s = last_s = time.monotonic()
+        last_s = self._looked_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             if self._died():
@@ -177,10 +178,8 @@ class _Attempt:
                     return 1, _Failure(text, text, 128 + asked.number)
                 _say("stopping: saving at the end of this step (ask once more to end at once)")
                 self._signal(signal.SIGTERM)
-            if now_s - looked_s > _WATCH_EVERY_S:
-                looked_s = now_s
-                if (failure := self._look(now_s)) is not None:
-                    return 1, failure
+            if now_s - self._looked_s > _WATCH_EVERY_S and (failure := self._look(now_s)) is not None:
+                return 1, failure
             time.sleep(_POLL_S)
 
     def _leave(self, context: PContext) -> int:
@@ -242,11 +241,13 @@ class _Attempt:
     def _look(self, now_s: float) -> _Failure | None:
         """A failure that names who is behind, with every rank's stack, when nobody moves."""
         slots = self._beats.slots()
-        begins = any(not slot.progressed for slot in slots)
-        computed_s = self._computing.look(self._pids.values(), now_s) if begins else None
+        if now_s - self._looked_s > max(2 * _WATCH_EVERY_S, self.watch.least_s / 2):  # stood still itself: all may have
+            self._since_s = self._computing.last_s = now_s
+        self._looked_s = now_s
+        computed_s = self._computing.look(self._pids.values(), now_s)
         away = [rank for rank in self._pids if not stack_path(self.folder, rank).exists()]
         if away:
-            if computed_s is None or now_s - computed_s <= self.watch.start_s:
+            if now_s - computed_s <= self.watch.start_s:
                 return None
             names = f"rank{'s' if len(away) > 1 else ''} {', '.join(map(str, away))}"
             short = f"{names} did not begin, and no rank computed in {self.watch.start_s:.0f} s"

@@ -30,6 +30,7 @@ _SLOT = struct.Struct("<qqqqdd")
 _STRIDE = 64
 _KEPT = 1000  # step times that a rank remembers
 _OTHER = PHASES.index("other")
+_SEARCH_EVERY_S = 1.0  # for the processes that ranks started
 _LEAST_CPU_S, _CPU_OVER_S = 0.2, 60.0  # who uses less in so long waits; looking for one's parent uses a tenth of it
 
 
@@ -37,7 +38,8 @@ _LEAST_CPU_S, _CPU_OVER_S = 0.2, 60.0  # who uses less in so long waits; looking
 class Watch:
     """When a rank counts as standing still: times in seconds.
 
-    ``start_s``: in which, before the first beat, no rank computed; ``first_step_s``: for a first step that computes.
+    ``start_s``: before the first beat; ``pause_s`` also for a step, and ``first_step_s`` for the first, in which a rank
+    computes.
     """
 
     least_s: float = 10.0
@@ -143,9 +145,9 @@ def overdue(
 ) -> Overdue | None:
     """Whether a rank stands still for longer than the run's own steps allow.
 
-    ``computed_s``: when a rank was last seen computing. As long as a rank has not done its first step, the ranks stand
-    still only where none of them computes: a start may take long, and longer on a busy machine. Where it is not known,
-    a run that has never beaten is not watched. Beats before ``since_s`` (an earlier run's) count as new then.
+    ``computed_s``: when a rank was last seen computing. Where it is known, ranks stand still only while none computes,
+    up to limits: a start takes long, and so does any step in want of a processor. Where it is not known, a run that has
+    never beaten is not watched. Beats before ``since_s`` (an earlier run's) count as new then.
     The deadline is the longest that any rank's phase allows, since the others may wait for that rank."""
     left = [slot for slot in slots if slot.phase != "end"]
     beaten = [slot for slot in left if slot.pid]
@@ -155,9 +157,8 @@ def overdue(
     if any(not slot.pid for slot in slots):
         deadline_s = max(deadline_s, watch.start_s)
     waited_s = max(now_s - max(slot.time_s, since_s) for slot in beaten or left)
-    if computed_s is not None and not all(slot.progressed for slot in left):
-        if beaten and waited_s > max(watch.first_step_s, deadline_s):
-            return Overdue(behind(slots), waited_s, watch.first_step_s)
+    longest_s = watch.pause_s if all(slot.progressed for slot in left) else watch.first_step_s
+    if computed_s is not None and (not beaten or waited_s <= max(longest_s, deadline_s)):
         waited_s = min(waited_s, now_s - computed_s)
     if waited_s <= deadline_s:
         return None
@@ -168,14 +169,17 @@ class Computing:
     """When one of some processes, or of those that they started, was last seen to compute, or to wait for a disk."""
 
     def __init__(self) -> None:
-        self.last_s = time.monotonic()
+        self.last_s = self._searched_s = time.monotonic()
         self._marks: dict[int, tuple[float, float]] = {}  # by process: when, and processor seconds by then
 
     def look(self, pids: Iterable[int], now_s: float) -> float:
         """``last_s`` after another look. Where there is no /proc, all are taken to compute."""
         found = {pid: _facts(pid) for pid in pids}
         computes = not Path("/proc/self/stat").exists() or self._any_computes(found, now_s)
-        if computes or self._any_computes(_below(found), now_s):
+        if not computes and now_s - self._searched_s >= _SEARCH_EVERY_S:
+            self._searched_s = now_s
+            computes = self._any_computes(_below(found), now_s)
+        if computes:
             self.last_s = now_s
         return self.last_s
 
