@@ -81,6 +81,9 @@ def decide(job: Job, settings: RunSettings, workers: int, alone: bool = True) ->
         return Decision(settings)
     if settings.resume and (kept := _own(settings, workers)) is not None:
         return kept
+    plain = f"layout: replicate={workers}, plain data parallel"
+    if settings.compile:
+        return Decision(settings, (plain, "why: --compile goes with no other"))
     known = measure.kept(workers) or measure.kept_quickly(workers)
     least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
     found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"
@@ -90,7 +93,7 @@ def decide(job: Job, settings: RunSettings, workers: int, alone: bool = True) ->
         why = f"no plan could be made: {found}"
     else:
         return _planned(found, settings, known or measure.quickly(workers))
-    return Decision(settings, (f"layout: replicate={workers}, plain data parallel", f"why: {why}"))
+    return Decision(settings, (plain, f"why: {why}"))
 
 
 def _own(settings: RunSettings, workers: int) -> Decision | None:
