@@ -215,9 +215,15 @@ def into_data(hidden: Tensor, x: Tensor) -> Tensor:
     return copied
 
 
+def added_to_data(hidden: Tensor, x: Tensor) -> Tensor:
+    """As a running mean in a buffer of the model's own is."""
+    return hidden + x.clone().mul_(0.9).add_(hidden.detach())
+
+
 @pytest.mark.parametrize(
     ("middle", "text"),
     [
+        (added_to_data, r"add_ writes a value that depends on weights into one that does not"),
         (by_value, r"torch.Tensor.__bool__ cannot run without its data, .* use a layout without a pipeline"),
         (by_view, r"overwrites a tensor between blocks that another, read later, is a view of"),
         (into_data, r"writes a value that depends on weights into one that does not"),

@@ -112,6 +112,21 @@ def test_the_halved_gradient_is_found_in_low_precision_too_and_rounding_is_not()
     assert any("6 times what that changed is allowed" in note for note in report.notes)
 
 
+def test_what_a_model_keeps_between_forwards_is_named_where_data_ranks_make_it_of_other_samples() -> None:
+    report = verify(["replicate=2", "pipeline=2"], fields={"running": True})
+    found, other = report.layouts
+    assert (found.status, other.status) == ("different", "equal")
+    assert (
+        "the model keeps 'blocks.0.norm_feed.mean' from one forward to the next, which each data rank" in found.reason
+    )
+
+
+def test_a_forward_that_takes_another_path_in_a_stage_is_refused_with_the_engines_own_words() -> None:
+    """torch's schedule said instead that a stage had failed, and printed all that it was given."""
+    (found,) = verify("pipeline=2", fields={"alternating": True}).layouts
+    assert found.status == "refused" and found.reason.startswith("the model's forward came to")
+
+
 def test_rounding_that_adam_makes_large_is_told_from_a_tiny_mistake() -> None:
     report = verify("replicate=2", steps=2, fields={"shifted": True})
     assert report.ok and report.layouts[0].max_rel_weight > 1e-4, "a weight without a gradient moves by its noise"

@@ -211,10 +211,13 @@ class _Recorder(_Pass):
         reads = self.read((args, kwargs))
         direct = [t for t in tensors((args, kwargs)) if isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = mapped(self.fake, args), mapped(self.fake, kwargs)
+        first = fake_args[0] if fake_args and isinstance(fake_args[0], Tensor) else None
+        version = None if first is None else first._version
         result = self.on_fakes(name, lambda: func(*fake_args, **fake_kwargs))
+        written = first is not None and first._version != version and result is first
         if next(tensors(result), None) is None and not name.endswith("__setitem__"):
             return result  # a shape, a dtype, a flag: the same on every stage
-        changed = self.changed_in_place(name, args, result)
+        changed = self.changed_in_place(name, args, written or bool(args) and result is args[0])
         return self.event(name, reads, [self.skeleton.names[id(p)] for p in direct], result, changed)
 
     def unit(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -255,10 +258,11 @@ class _Recorder(_Pass):
         self.events.append(Event(what, reads, tuple(direct), tuple(given), changed is not None, result))
         return result
 
-    def changed_in_place(self, name: str, args: Any, result: Any) -> Tensor | None:
-        """The placeholder that an operation overwrote. Raises ModelError where it belongs to no stage."""
+    def changed_in_place(self, name: str, args: Any, returned: bool) -> Tensor | None:
+        """The placeholder that an operation overwrote, which it ``returned``. Raises ModelError where it belongs to no
+        stage."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not (result is first or name.endswith("__setitem__")):
+        if first is None or not (returned or name.endswith("__setitem__")):
             return None
         if id(first) not in self.numbers:
             raise ModelError(
