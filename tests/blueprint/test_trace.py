@@ -166,12 +166,26 @@ def test_a_module_that_stands_at_two_paths_gets_its_own_tensors_back(fails):
     assert block[0].weight is before[0]
 
 
+class Listing(nn.Module):
+    """Reads its parameters from lists of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4))
+        self.every = [(self.up, "relu"), (self.down, "tanh")]
+
+    def forward(self, x):
+        for weight, name in self.every:
+            x = getattr(x @ weight, name)()
+        return x
+
+
 def test_parameters_that_a_module_lists_beside_are_replaced_there_too():
-    model = nn.LSTM(4, 4, device="meta")
-    flat = model._flat_weights
-    operations = trace(model, (torch.ones(2, 3, 4),), {}, 3).operations
-    assert "weight_hh_l0" in next(of for of in operations if of.name == "lstm").parameters
-    assert model._flat_weights is flat
+    model = Listing().to("meta")
+    model.every = [(model.up, "relu"), (model.down, "tanh")]
+    every = model.every
+    assert [of.parameters for of in trace(model, (torch.ones(3, 4),), {}, 3).operations] == [("up",), (), ("down",), ()]
+    assert model.every is every and every[0][0] is model.up
 
 
 def test_a_model_that_needs_its_values_is_refused_with_the_module():
