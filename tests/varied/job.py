@@ -1,4 +1,4 @@
-"""Any of the varied models with its data: ``shoal verify tests/varied/job.py kind=Tied --mesh tensor=2`` (from here)."""
+"""Any of the varied models with its data: ``shoal verify tests/varied/job.py kind=Tied --mesh tensor=2``."""
 
 import sys
 from pathlib import Path

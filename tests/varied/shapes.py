@@ -274,3 +274,17 @@ class Spectral(Words):
 
     def block(self):
         return Spectral.B()
+
+
+class Branches(nn.Module):
+    """Two towers of different depth; their product; a learned temperature; unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(12, D), nn.Tanh(), *(Feed() for _ in range(2)))
+        self.right = nn.Sequential(nn.Linear(12, D), nn.Tanh(), *(Feed() for _ in range(3)))
+        self.scale, self.unused, self.out = nn.Parameter(torch.tensor(1.5)), nn.Linear(D, D), nn.Linear(D, C)
+
+    def forward(self, x):
+        a, b = F.normalize(self.left(x), dim=-1), F.normalize(self.right(x.flip(-1)), dim=-1)
+        return self.out(a * b * self.scale.exp())

@@ -1,4 +1,4 @@
-"""Small models as users write them: overwriting, functions of their own, experts, frozen and tied weights, states, paths."""
+"""Small models as users write them: overwriting, functions of their own, experts, frozen and tied weights, states."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Parameters(nn.Module):
 
     def forward(self, ids):
         x = self.tokens(ids)
-        for up, down in zip(self.ups, self.downs):
+        for up, down in zip(self.ups, self.downs, strict=True):
             x = x + torch.relu(x @ up.T) @ down
         return F.linear(x * self.scales["a"], self.tokens.weight, self.scales["b"])
 
@@ -335,20 +335,6 @@ class Hidden(Words):
             x = block(x)
         self.state = x.mean((0, 1)).detach()
         return self.head(x)
-
-
-class Branches(nn.Module):
-    """Two towers of different depth; their product; a learned temperature; unused parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(12, D), nn.Tanh(), *(Feed() for _ in range(2)))
-        self.right = nn.Sequential(nn.Linear(12, D), nn.Tanh(), *(Feed() for _ in range(3)))
-        self.scale, self.unused, self.out = nn.Parameter(torch.tensor(1.5)), nn.Linear(D, D), nn.Linear(D, C)
-
-    def forward(self, x):
-        a, b = F.normalize(self.left(x), dim=-1), F.normalize(self.right(x.flip(-1)), dim=-1)
-        return self.out(a * b * self.scale.exp())
 
 
 class Skipped(Words):

@@ -1,4 +1,4 @@
-"""Every night: models as users write them, under each kind of layout: equal to one device, or refused with the reason."""
+"""Every night: models as users write them under each kind of layout: equal to one device, or refused with a reason."""
 
 from pathlib import Path
 
