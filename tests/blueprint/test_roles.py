@@ -131,7 +131,7 @@ class Factors(nn.Module):
     def forward(self, x):
         inner = F.gelu(torch.einsum("btd,edh->bteh", x, self.up))
         x = torch.einsum("bteh,ehd,bte->btd", inner, self.down, x[..., :4])
-        return F.linear(F.linear(x, self.first.to(x.dtype).contiguous()).relu(), self.last)
+        return F.linear(F.linear(x, self.first.float().to(x.dtype)).relu(), self.last)
 
 
 def test_einsums_and_weights_that_are_cast_are_layers():
