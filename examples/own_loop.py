@@ -46,7 +46,7 @@ def main():
     )
     for window in run.windows():  # Shoal
         report = run.step(window)  # Shoal: forward, backward, clip, optimizer and schedule of one global batch
-        if report.step % 32 == 0:
+        if window.last_of_epoch:
             print(f"step {report.step}: loss {report.loss:.4f}, gradient norm {report.grad_norm:.3f}")
     found = run.evaluate()  # Shoal; on every rank
     if run.rank == 0:

@@ -12,8 +12,9 @@ import pytest
 import shoal
 from shoal.blueprint.facts import Kept, Storage
 from shoal.blueprint.stored import Sketch
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.launch.answer import Planned, answer
+from shoal.launch.automatic import TOGETHER
 from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_lines, tried
 from shoal.launch.planning import Extras, find_cluster, more, plan
 from shoal.launch.sketch import sketch_of
@@ -213,6 +214,18 @@ def test_bad_extras_are_refused(planned: Planned, extras: Extras, words: str) ->
         more(planned, extras, None, {})
 
 
+def test_a_plan_compared_with_itself_is_said_to_be_the_same(planned: Planned, saved: Path) -> None:
+    planned.plan.write(saved / "one.toml")
+    planned.plan.write(saved / "two.toml")
+    told = compared(planned, str(saved / "one.toml"), str(saved / "two.toml"))
+    assert told[-1] == f"{saved / 'one.toml'} and {saved / 'two.toml'} hold the same plan."
+    assert len(told) == 8 and told[1].startswith("1 ")
+    other = planned.plan.model_copy(update={"clip": 2.0})  # costs the same
+    other.write(saved / "two.toml")
+    *_, verdict, difference = compared(planned, str(saved / "one.toml"), str(saved / "two.toml"))
+    assert "is as good as equal" in verdict and verdict.endswith(").") and difference == "clip: 1.0 -> 2.0"
+
+
 def test_the_cost_of_a_billion_tokens_is_devices_times_time(planned: Planned) -> None:
     rate = explain.rates(planned.best[0].candidate, planned.best[0].cost.step_s, planned.work).tokens_per_s
     expected = 1e9 / rate / 3600 * 4 * 2.5
@@ -223,20 +236,37 @@ def test_the_cost_of_a_billion_tokens_is_devices_times_time(planned: Planned) ->
 
 def test_trials_correct_the_plans_that_were_not_run(planned: Planned) -> None:
     """The first turns out three times as slow as predicted in its compute: all others are corrected by that."""
-    together = {"forward_backward_s": ("compute_s", "rest_s", "bubble_s", "pipeline_s", "tensor_s", "shard_s"),
-                "sync_exposed_s": ("replicate_s",), "optimizer_s": ("optimizer_s",)}  # fmt: skip
     ran = []
 
     def run(made):
         ran.append(made)
         cost = planned.best[len(ran) - 1].cost
         factor = 3.0 if len(ran) == 1 else 1.0
-        parts = {name: factor * sum(getattr(cost, part) for part in of) for name, of in together.items()}
+        parts = {name: factor * sum(getattr(cost, part) for part in of) for name, of in TOGETHER.items()}
         return {**parts, "step_s": sum(parts.values())}
 
-    trials, ranked = tried(planned, 1, run, together)
+    trials, ranked = tried(planned, 1, run, TOGETHER)
     assert len(trials) == len(ran) == 1 and isinstance(trials[0], Trial)
     believed = {id(found): step for found, step in ranked}
     for found in planned.best:
         assert believed[id(found)] == pytest.approx(3 * found.cost.step_s, rel=0.05)
     assert "ranked anew" in "\n".join(trial_lines(trials, ranked))
+
+
+def test_as_many_trials_run_as_were_asked_for_and_what_does_not_run_is_left_out(planned: Planned) -> None:
+    """A plan that failed ended the command, and what had been measured before it was lost."""
+    ran = []
+
+    def run(made):
+        ran.append(made)
+        if len(ran) == 2:
+            raise WorkerFailure("training ended with status 1")
+        return {**dict.fromkeys(TOGETHER, 1e-9), "step_s": 1e-9 * len(ran)}
+
+    trials, ranked = tried(planned, 3, run, TOGETHER)
+    assert len(ran) == 3 and [bool(trial.why) for trial in trials] == [False, True, False]
+    assert len(ranked) == len(planned.best) - 1
+    first, second, third, ranking = trial_lines(trials, ranked)
+    assert first.startswith("ran ") and third.startswith("ran ")
+    assert second.startswith("did not run: ") and second.endswith(": training ended with status 1")
+    assert explain.layout(trials[1].found.candidate) + " " not in ranking

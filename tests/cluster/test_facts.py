@@ -73,4 +73,16 @@ def test_resized_beyond_a_node_needs_a_link_between():
 
 def test_measured_figures_are_rates():
     assert DEVICE.products[0].flops_per_s == pytest.approx(12e6)
-    assert FITS[0].seconds(1e6) == pytest.approx(1.1e-3)
+    assert FITS[0].model_copy(update={"points": ()}).seconds(1e6) == pytest.approx(1.1e-3)
+
+
+def test_a_measured_collective_goes_by_its_points_and_never_falls_with_more_bytes():
+    """A line through a link's bursts was a third too fast for large buffers."""
+    points = ((1e3, 1e-3), (1e4, 3e-3), (1e5, 2e-3), (1e6, 42.5e-3), (2e6, 82.5e-3))
+    fit = Fit(collective="all_reduce", ranks=2, latency_s=1e-3, bytes_per_s=1e9, points=points)
+    assert fit.seconds(1e6) == pytest.approx(42.5e-3) and fit.seconds(1.5e6) == pytest.approx(62.5e-3)
+    assert fit.seconds(1e4) == fit.seconds(1e5) == pytest.approx(2.5e-3)  # pooled
+    assert fit.seconds(10) == pytest.approx(1e-3)
+    assert fit.seconds(4e6) == pytest.approx(82.5e-3 + 2e6 * 81.5e-3 / (2e6 - 1e3))
+    line = fit.model_copy(update={"points": ()})
+    assert line.seconds(1e6) == pytest.approx(2e-3)

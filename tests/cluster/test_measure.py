@@ -7,12 +7,14 @@ from typing import get_args
 import pytest
 import torch
 from tests.harness import RankFailed, run_ranks
+from tests.launch.measuring import tiny
 
+from shoal.cluster.bench import Bench
 from shoal.cluster.facts import Cluster, Collective
 from shoal.cluster.fit import line_error
-from shoal.cluster.grid import grid, tiny
+from shoal.cluster.grid import grid
 from shoal.cluster.machine import counts, groups
-from shoal.cluster.measure import Bench, measure
+from shoal.cluster.measure import measure
 from shoal.core.errors import ConfigError
 
 KINDS = get_args(Collective)

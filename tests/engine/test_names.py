@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.harness import run_ranks
+from tests.run_tensors import all_tensors
 from tests.small_jobs import classes_loss, job, mlp_rows, sgd, start, weights
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -16,7 +17,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shoal.checkpoint.reader import Reader
 from shoal.core.errors import CheckpointError, ModelError
-from shoal.engine.state import all_tensors
 
 pytestmark = pytest.mark.ranks
 

@@ -11,6 +11,7 @@ import torch
 from tests.checkpoint.saving import FullDisk, edit_manifest, names
 from tests.data.toys import Shards
 from tests.harness import run_ranks
+from tests.run_tensors import all_tensors
 from tests.small_jobs import classes_loss, job, mlp, mlp_rows, start
 from torch import nn
 from torch.optim import lr_scheduler
@@ -22,7 +23,6 @@ from shoal.engine.build import Place, build
 from shoal.engine.loop import train_loop
 from shoal.engine.run import Hooks
 from shoal.engine.settings import RunSettings
-from shoal.engine.state import all_tensors
 from shoal.launch.stop import StopRequest
 from shoal.monitor.events import read_events
 

@@ -21,8 +21,10 @@ from shoal.launch.automatic import Decision, account, decide, learn, read_ratios
 from shoal.models.gpt import GPT
 from shoal.monitor.events import EventLog
 from shoal.monitor.summary import summary
+from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
+from shoal.plan.search import Found
 
 pytestmark = pytest.mark.unit
 
@@ -63,8 +65,8 @@ def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A measured cluster in place of this machine's; ``cluster`` None: never measured."""
     at: dict[str, Any] = {"cluster": machine(), "path": tmp_path / "cluster.toml"}
 
-    def kept(workers: int) -> cached.Kept | None:
-        return at["cluster"] and cached.Kept(at["cluster"], at["path"], 0.0)
+    def kept(workers: int, nodes: int = 1) -> cached.Kept | None:
+        return at["cluster"] and cached.Kept(at["cluster"], at["path"])
 
     monkeypatch.setattr(measure, "kept", kept)
     monkeypatch.setattr(measure, "kept_quickly", lambda workers: None)
@@ -163,7 +165,7 @@ def test_a_large_model_on_an_unmeasured_machine_is_measured_once(
 ) -> None:
     known["cluster"] = None
     monkeypatch.setattr(automatic, "SMALL", 0.0)
-    monkeypatch.setattr(measure, "quickly", lambda workers: cached.Kept(machine(), tmp_path / "quick.toml", 0.0))
+    monkeypatch.setattr(measure, "quickly", lambda workers: cached.Kept(machine(), tmp_path / "quick.toml"))
     assert decide(Wide(), settings(tmp_path), 2).predicted is not None
 
 
@@ -207,6 +209,38 @@ def test_a_resumed_run_keeps_its_own_layout_unless_told(tmp_path: Path, known: d
     assert found.lines[1] == "why: a resumed run keeps its own"
     told = decide(Wide(), settings(tmp_path, resume=True, mesh="replicate=2"), 2)
     assert told.settings.plan is None and told.settings.mesh == "replicate=2"
+
+
+def test_a_run_resumed_by_another_number_of_workers_is_planned_anew_and_says_so(tmp_path: Path, known: dict) -> None:
+    own = Plan(mesh=Mesh(pipeline=4), schedule="1f1b", global_batch=8, micro_batch=1, accumulation=8)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"plan": own.model_dump(mode="json")}))
+    found = decide(Wide(), settings(tmp_path, resume=True), 2)
+    assert Plan.read(str(found.settings.plan)).mesh == Mesh(replicate=2)
+    assert found.lines[1].startswith("why: the run had pipeline=4, and there are 2 workers now; the fastest mesh of ")
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "words"),
+    [(1.001, "plain data parallel is as good as equal to shard=2, 1 x 4, shard level 3, and kept"),
+     (1.1, "shard=2, 1 x 4, shard level 3 would gain 10%, less than predictions err; plain data parallel is kept"),
+     (1.5, "plain data parallel would take 1.5 s a step (50% more)")],
+)  # fmt: skip
+def test_a_gain_that_no_prediction_tells_is_called_equal(plain_s: float, words: str) -> None:
+    """The reason was a layout that "would gain 0%"."""
+    found = []
+    for mesh, step_s in ((Mesh(shard=2), 1.0), (Mesh(replicate=2), plain_s)):
+        cost = Cost(step_s, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        found.append(Found(Candidate(mesh, 4, 1), cost, Memory(0, "loss", 0, 0, 0, 0, 0, 0, 0)))
+    assert automatic._why(None, *found, {}) == words  # pyright: ignore[reportArgumentType]
+
+
+def test_machines_of_a_world_are_looked_up_as_so_many(tmp_path: Path, known: dict, monkeypatch: Any) -> None:
+    """Of a world of 2 machines, what was measured on one was looked for, and with GPUs that was refused."""
+    asked = []
+    monkeypatch.setattr(measure, "kept", lambda workers, nodes=1: asked.append((workers, nodes)))
+    found = decide(Wide(), settings(tmp_path), 16, nodes=2)
+    assert asked == [(16, 2)] and "this world was never measured" in found.lines[1]
 
 
 def rows(folder: Path, step_s: float) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.harness import run_ranks
+from tests.launch.measuring import tiny
 
 import shoal
 import shoal.launch.measure as module
 from shoal.cli.measure import command
 from shoal.cluster import Cluster, find
-from shoal.cluster.grid import tiny
 from shoal.core.errors import ConfigError, WorkerFailure
 
 SCRIPT = Path(__file__).with_name("measuring.py")
@@ -40,7 +40,7 @@ def test_the_command_prints_a_page_writes_a_file_draws_and_keeps(tmp_path, monke
     assert "<svg" in (tmp_path / "c.html").read_text()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kept = module.kept(2)
-    assert kept is not None and kept.cluster == cluster and kept.age_s < 600
+    assert kept is not None and kept.cluster == cluster
     assert module.kept(1) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.html", "c.toml", "cache"]
 

@@ -109,7 +109,7 @@ def test_a_forked_ranks_stack_ends_where_its_work_begins():
 
 def test_a_rank_that_computes_or_is_kept_from_it_is_told_from_one_that_waits():
     slots = [Slot(rank, 7, 0, 0, "forward_backward", 0.0, 0.0) for rank in (0, 1)]
-    said = describe(Overdue((), 120.0, 120.0), slots, {0: "R", 1: "S"}).splitlines()
+    said = describe(Overdue(120.0, 120.0), slots, {0: "R", 1: "S"}).splitlines()
     assert said[1:] == [
         "  rank 0: after step 0, in forward_backward, computing or in want of a processor (state R)",
         "  rank 1: after step 0, in forward_backward",

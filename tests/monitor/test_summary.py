@@ -19,12 +19,7 @@ pytestmark = pytest.mark.unit
 
 def test_rates_leave_out_the_first_step() -> None:
     totals = RunTotals()
-    assert (totals.samples_per_s, totals.tokens_per_s, totals.median_step_s, totals.parts()) == (
-        None,
-        None,
-        None,
-        {},
-    )
+    assert (totals.samples_per_s, totals.tokens_per_s, totals.parts()) == (None, None, {})
     totals.add({"kind": "step", "step_s": 10.0, "samples": 8, "tokens": 80, "other_s": 10.0})
     assert totals.samples_per_s == 0.8
     for _ in range(4):
@@ -32,7 +27,7 @@ def test_rates_leave_out_the_first_step() -> None:
     totals.add({"kind": "eval", "step_s": 99.0, "samples": 99})
     totals.add({"kind": "skip", "step": 5})
     assert (totals.steps, totals.samples, totals.tokens, totals.skipped) == (5, 40, 480, 1)
-    assert (totals.samples_per_s, totals.tokens_per_s, totals.median_step_s) == (16.0, 200.0, 0.5)
+    assert (totals.samples_per_s, totals.tokens_per_s) == (16.0, 200.0)
     assert totals.parts()["other_s"] == 2.0
     assert sum(totals.parts().values()) == pytest.approx(totals.seconds / totals.steps)
 
@@ -120,6 +115,13 @@ def test_summary_leaves_out_what_there_is_not() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_the_end_says_what_was_reached_of_the_peak() -> None:
+    reached = {"steps": 1, "model_flops_per_s": 1.234e12, "utilisation": 0.41}
+    assert "  1.23 TFLOP/s over all workers, 41% of their matrix peak (3 x a forward's model FLOPs)" in summary(reached)
+    assert "  12 MFLOP/s over all workers (3 x" in summary({"model_flops_per_s": 1.2e7, "utilisation": None})
+    assert "FLOP" not in summary({"steps": 1, "model_flops_per_s": None, "utilisation": None})
 
 
 def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> None:

@@ -180,3 +180,27 @@ def test_a_batch_that_micro_batches_do_not_divide_is_refused_with_both_numbers()
     """
     with pytest.raises(ConfigError, match="global batch 8 cannot be cut over .* micro-batch 3: .*; use a global batch"):
         resolve(RunSettings(global_batch=8, micro_batch=3, mesh="pipeline=2"), 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_over_gloo_every_receive_is_posted_before_anything_is_sent(tmp_path, schedule, chunks):
+    """A gradient only began to come back when the forward's values before it were through a slow link."""
+
+    def rank(_):
+        made = job(model=LM, data=rows(16), loss=summed, optimizer=sgd(0.1), collate=padded)
+        settings = {"mesh": "pipeline=2", "schedule": schedule, "chunks": chunks, "micro_batch": 2, "global_batch": 8}
+        run = start(made, tmp_path, steps=1, **settings)
+        for window in run.windows():
+            run.step(window)
+        runtimes = list(run.forwards.pipeline._runtimes.values())
+        run.close()
+        return [
+            [action.computation_type.name for action in actions]
+            for runtime in runtimes
+            for actions in runtime.pipeline_order_with_comms.values()
+        ]
+
+    for kinds in run_ranks(rank, 2)[0]:
+        received = [kind.startswith("RECV") for kind in kinds]
+        assert any(received) and received == sorted(received, reverse=True), kinds

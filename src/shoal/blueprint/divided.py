@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
-from shoal.blueprint.positions import Positions, shared_positions
+from shoal.blueprint.positions import Positions, needed_positions
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split, local_shape
@@ -55,11 +55,12 @@ class Divided(NamedTuple):
 
 def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool = False) -> Divided:
     """Every operation as one rank runs it; without roles as one device does. ``sequence_parallel``: between regions a
-    rank has its positions, wherever positions.py finds that they can be shared out."""
+    rank has its positions, wherever positions.py finds that they can be shared out. Raises ConfigError where they
+    cannot anywhere."""
     if roles is None:
         every = [*blueprint.operations, *blueprint.loss]
         return Divided(tuple(_whole(blueprint, operation) for operation in every), {}, 1)
-    shared = shared_positions(blueprint, roles).layers if sequence_parallel else {}
+    shared = needed_positions(blueprint, roles).layers if sequence_parallel else {}
     return _Replay(blueprint, roles, shared).run()
 
 

@@ -17,6 +17,7 @@ from shoal.blueprint.layers import LAYERS
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split
+from shoal.core.errors import ConfigError
 
 STEPS = 6  # operations looked through for the sequences in a layer's rows
 FEW = 4  # a stream is read whole at most once in so many of its layers
@@ -62,6 +63,18 @@ def shared_positions(blueprint: Blueprint, roles: Roles) -> Shared:
     layers = {search.sources[number]: positions for number, positions in search.active.items()}
     reasons = {name: reason for name, reason in search.reasons.items() if name not in names}
     return Shared(layers, reasons, tuple(dict.fromkeys(where for where, _, _ in walk.whole)))
+
+
+def needed_positions(blueprint: Blueprint, roles: Roles) -> Shared:
+    """The same where sequence parallelism was asked for. Raises ConfigError where no layer gives positions only."""
+    shared = shared_positions(blueprint, roles)
+    if not shared.layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(shared.reasons.items())[:3])
+        raise ConfigError(
+            f"sequence_parallel was asked for, but the positions of no layer's output can be shared out over "
+            f"tensor={roles.degree} ({reasons}); set sequence_parallel = false"
+        )
+    return shared
 
 
 class _Search:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cli.loading import loading
+from shoal.cli.loading import loading, told
 
 app = typer.Typer(help="Look at, check and export a run's checkpoints.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder (its --out)")]
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Shoal's own errors as one line on stderr and exit status 1."""
-    from shoal.core.errors import ShoalError
-
-    try:
-        yield
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 @app.command("list")
@@ -34,7 +19,7 @@ def show(run: Folder) -> None:
     with loading():
         from shoal.checkpoint import list_checkpoints
 
-    with _told():
+    with told():
         for found in list_checkpoints(run):
             typer.echo(f"step {found.step}  {found.path}" + (f"  BROKEN: {found.problem}" if found.problem else ""))
 
@@ -46,7 +31,7 @@ def verify(run: Folder) -> None:
         from shoal.checkpoint import verify_checkpoints
 
     broken = False
-    with _told():
+    with told():
         for found in verify_checkpoints(run):
             broken |= found.problem is not None
             typer.echo(f"step {found.step}  {found.problem or 'good'}")
@@ -65,5 +50,5 @@ def export(
     with loading():
         from shoal.checkpoint import export as export_checkpoint
 
-    with _told():
+    with told():
         typer.echo(str(export_checkpoint(run, to, step=step, dtype=dtype, ema=ema)))

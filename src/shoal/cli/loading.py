@@ -1,10 +1,23 @@
-"""How a command loads its code."""
+"""How a command loads its code, and how it fails."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from shoal.core.errors import ShoalError
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Shoal's own errors as one line on stderr and exit status 1."""
+    try:
+        yield
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """``shoal measure [-o cluster.toml]``: how fast this machine, or the world that is there, computes and communicates."""
 
 import json
-import sys
 from typing import Annotated
 
 import typer
+
+from shoal.cli.loading import told
 
 HELP = "Measure this machine, or the world that torchrun or SLURM set up: products, memory, collectives, disk."
 
@@ -23,16 +24,12 @@ def command(
 ) -> None:
     """Run the command. Exit status: 0 measured, else 1."""
     from shoal.cluster.page import page
-    from shoal.core.errors import ShoalError
     from shoal.launch.measure import measure
     from shoal.launch.world import find_world
 
-    try:
+    with told():
         world = find_world()
         cluster = measure(workers=workers, out=out, plot=plot, folder=folder, quiet=False)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     if world is not None and world.rank:
         return
     print(page(cluster), flush=True)

@@ -1,10 +1,11 @@
 """``shoal plan FILE [field=value ...]``: the best plans for a job on a cluster, and why."""
 
 import json
-import sys
 from typing import Annotated
 
 import typer
+
+from shoal.cli.loading import told
 
 HELP = "Say which plan is best for the Job in FILE on a cluster: memory, time, its parts, and why."
 
@@ -47,11 +48,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
 ) -> None:
     """Run the command. Exit status: 0 where a plan fits, else 1."""
-    from shoal.core.errors import ShoalError
     from shoal.launch.planning import Extras, more, plan
 
     extras = Extras(compare, scale, scale_plot, price, timeline, trials)
-    try:
+    with told():
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
             global_batch=global_batch, precision=precision, top=top,
@@ -63,9 +63,6 @@ def command(
             print(line, flush=True)
         if out is not None:
             planned.plan.write(out)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     if as_json:
         print(json.dumps(planned.as_json()), flush=True)
     raise SystemExit(0 if planned.best else 1)

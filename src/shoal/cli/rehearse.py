@@ -1,13 +1,12 @@
 """``shoal rehearse FILE [field=value ...] (--plan | --mesh)``: one rank of any world, run here without its devices."""
 
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from shoal.cli.flags import File, Json, Overrides, with_flags
-from shoal.cli.loading import loading
+from shoal.cli.loading import loading, told
 
 HELP = "Run a step of the Job in FILE as one rank of any world, here: peak memory, collectives, FLOPs, and predictions."
 #: Settings of the run that count here.
@@ -34,15 +33,11 @@ def command(
 ) -> None:
     """Run the command."""
     with loading():
-        from shoal.core.errors import ShoalError
         from shoal.verify.rehearsal import rehearse
 
     given = {name: value for name, value in flags.items() if value is not None}
-    try:
+    with told():
         found = rehearse(file, fields=overrides or [], rank=rank, ranks=ranks, cluster=cluster, **given)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     found.print()
     if as_json:
         print(json.dumps(found.as_json()), flush=True)

@@ -1,13 +1,12 @@
 """``shoal train FILE [field=value ...]``: flags are the fields of RunSettings."""
 
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from shoal.cli.flags import File, Json, Overrides, with_flags
-from shoal.cli.loading import loading
+from shoal.cli.loading import loading, told
 from shoal.engine.settings import RunSettings
 
 HELP = "Train the Job in FILE on every worker of this machine, or in the world that torchrun or SLURM set up."
@@ -28,15 +27,11 @@ def command(
 ) -> None:
     """Run the command. Exit status: 0 finished, 75 stopped on request after saving, else failed."""
     with loading():
-        from shoal.core.errors import ShoalError
         from shoal.launch.train import Launch, run_file
 
     given = {name: value for name, value in flags.items() if value not in (None, [])}
-    try:
+    with told():
         status, summary = run_file(file, overrides or [], given, Launch(workers, restarts, port, quiet=as_json))
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     if as_json and summary is not None:
         print(json.dumps(summary), flush=True)
     raise SystemExit(status)

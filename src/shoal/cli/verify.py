@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.flags import File, Json, Overrides, with_flags
-from shoal.cli.loading import loading
+from shoal.cli.loading import loading, told
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
 #: Settings of the run that count here, with what is said of their defaults where it is not the run's own.
@@ -30,18 +30,14 @@ def command(
 ) -> None:
     """Run the command. Exit status: 0 where nothing is different or broken, else 1."""
     with loading():
-        from shoal.core.errors import ShoalError
         from shoal.verify import verify_file
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     given = {name: value for name, value in flags.items() if value is not None}
-    try:
+    with told():
         report = verify_file(file, overrides or [], world, given, tell)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     report.print()
     if as_json:
         print(json.dumps(report.as_json()), flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +17,10 @@ FORMAT = 2
 
 
 class Kept(NamedTuple):
-    """A measurement and how old it is; ``unkept``: why it is not in its file, empty where it is."""
+    """A measurement; ``unkept``: why it is not in its file, empty where it is."""
 
     cluster: Cluster
     path: Path
-    age_s: float
     unkept: str = ""
 
 
@@ -36,14 +34,14 @@ def load(folder: Path, fingerprint: Mapping[str, str]) -> Kept | None:
     """What was kept for this fingerprint; None where nothing can be found. Raises ConfigError for a damaged file."""
     path = path_of(folder, fingerprint)
     try:
-        written = path.stat().st_mtime
+        path.stat()
     except OSError:  # not there, or in a folder that is closed to this user: never kept by them
         return None
     try:
         cluster = Cluster.read(path)
     except ConfigError as error:
         raise ConfigError(f"the kept measurement is damaged: {error}; delete {path}, or run shoal measure") from None
-    return Kept(cluster, path, max(0.0, time.time() - written))
+    return Kept(cluster, path)
 
 
 def save(folder: Path, fingerprint: Mapping[str, str], cluster: Cluster) -> Path:

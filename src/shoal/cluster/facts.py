@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
 
@@ -80,8 +82,25 @@ class Device(Settings):
     functions: tuple[Function, ...] = Field(default=(), description="measured element-wise functions, by name")
 
 
+def _mean(points: list[tuple[float, float]]) -> float:
+    return sum(seconds for _, seconds in points) / len(points)
+
+
+@lru_cache(1024)
+def _rising(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
+    """The points, so that more bytes never take less: what falls is pooled (isotonic regression, Barlow et al. 1972,
+    "Statistical inference under order restrictions")."""
+    pools: list[list[tuple[float, float]]] = []
+    for point in sorted(points):
+        pools.append([point])
+        while len(pools) > 1 and _mean(pools[-2]) >= _mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [(nbytes, _mean(pool)) for pool in pools for nbytes, _ in pool]
+
+
 class Fit(Settings):
-    """A measured line: time = latency_s + bytes / bytes_per_s, of the whole buffer, among ``ranks`` ranks."""
+    """A measured collective of the whole buffer among ``ranks`` ranks: the line latency_s + bytes / bytes_per_s, and
+    the points that it was fitted to, which go before it: caches, page faults and a link's bursts are in them."""
 
     collective: Collective = Field(description="which")
     ranks: int = Field(ge=2, description="group size")
@@ -90,8 +109,17 @@ class Fit(Settings):
     points: tuple[tuple[float, float], ...] = Field(default=(), description="bytes and seconds that it was fitted to")
 
     def seconds(self, nbytes: float) -> float:
-        """Of a buffer of ``nbytes``."""
-        return self.latency_s + nbytes / self.bytes_per_s
+        """Of a buffer of ``nbytes``: between measured sizes in proportion, beyond them at the rate from the smallest to
+        the largest; by the line where nothing else is known."""
+        known = _rising(self.points)
+        if len(known) < 2:
+            return self.latency_s + nbytes / self.bytes_per_s
+        if nbytes <= known[0][0]:
+            return known[0][1]
+        place = min(bisect_left(known, (nbytes, 0.0)), len(known) - 1)
+        below, above = (known[0], known[-1]) if nbytes > known[-1][0] else known[place - 1 : place + 1]
+        slope = (above[1] - below[1]) / (above[0] - below[0])
+        return above[1] + (nbytes - above[0]) * slope
 
 
 class Link(Settings):

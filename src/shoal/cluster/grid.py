@@ -69,21 +69,3 @@ def quick(kind: Literal["cpu", "cuda"]) -> Grid:
             "largest_bytes": 4 * MIB, "sizes": 3, "optimizer_numel": MIB, "disk_bytes": MIB, "budget_s": 1.0,
         }
     )  # fmt: skip
-
-
-def tiny() -> Grid:
-    """A grid that takes a second or two."""
-    return Grid(
-        main_precision="fp32",
-        products=((16, 16, 16), (64, 64, 64), (128, 64, 256)),
-        precisions=("fp64",),
-        corners=((64, 64, 64),),
-        stream_bytes=(48 * KIB, 768 * KIB),
-        largest_bytes=256 * KIB,
-        sizes=8,
-        attentions=((1, 2, 32, 16),),
-        function=(64, 64),
-        optimizer_numel=64 * KIB,
-        disk_bytes=MIB,
-        budget_s=1.0,
-    )

@@ -1,4 +1,4 @@
-"""What ``cluster/measure.py`` times on one device: products, attention and element-wise functions, as in training.
+"""What ``cluster/bench.py`` times on one device: products, attention and element-wise functions, as in training.
 
 A training step reads what many others wrote since, so that small inputs are no longer in the nearest cache: each call
 takes the next of a ring of inputs. Products and functions are timed forward and backward through autograd.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +55,18 @@ def attention(place: torch.device, dtype: torch.dtype, shape: tuple[int, int, in
 
 
 #: Element-wise functions of rows, by the name under which a trace has them; what they take besides is theirs.
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "silu": F.silu,
     "softmax": lambda rows: F.softmax(rows, -1),
-    "layer_norm": lambda rows: F.layer_norm(rows, rows.shape[-1:]),
+    "layer_norm": lambda rows, weight, bias: F.layer_norm(rows, rows.shape[-1:], weight, bias),
     "cross_entropy": lambda rows: F.cross_entropy(rows, _classes(rows), reduction="sum"),
 }
+
+
+#: Weights of a row's width that a function takes and whose gradients are worked out too.
+WEIGHTS = {"layer_norm": 2}
 
 
 def _classes(rows: Tensor) -> Tensor:
@@ -72,16 +75,16 @@ def _classes(rows: Tensor) -> Tensor:
 
 def function(place: torch.device, name: str, shape: tuple[int, int]) -> tuple[Call, Call, int]:
     """A function's forward, its forward and backward, and the bytes that the forward reads and writes."""
-    x = ring(shape, place)
-    of: Any = FUNCTIONS[name]
-    given = of(x())
+    x, of = ring(shape, place), FUNCTIONS[name]
+    weights = [torch.rand(shape[1], device=place, requires_grad=True) for _ in range(WEIGHTS.get(name, 0))]
+    given = of(x(), *weights)
     back = torch.ones_like(given)
 
     def both() -> object:
-        given = x()
-        return torch.autograd.grad(of(given), given, back)
+        given = x(), *weights
+        return torch.autograd.grad(of(*given), given, back)
 
-    return (lambda: of(x())), both, 4 * (shape[0] * shape[1] + given.numel())
+    return (lambda: of(x(), *weights)), both, 4 * (shape[0] * shape[1] + given.numel())
 
 
 def stream(place: torch.device, nbytes: int, fresh: bool) -> Call:

@@ -33,7 +33,8 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one step.
 
-    ``index`` counts windows over all epochs, from 0. ``global_samples``: over all ranks (for data split by
+    ``index`` counts windows over all epochs, from 0; ``epoch`` counts these, and ``last_of_epoch`` ends one.
+    ``global_samples``: over all ranks (for data split by
     its own ``shard`` an upper bound, since a rank does not know what others still hold). ``more``: whether data
     follows as far as this rank knows; False only where iterable data ended, see ``Windows.end_epoch``.
     """

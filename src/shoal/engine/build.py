@@ -18,6 +18,7 @@ from torch import nn
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import Writer
 from shoal.core.errors import ConfigError, DataError, ModelError
+from shoal.core.heap import keep_freed
 from shoal.data.loader import DataSettings, Windows
 from shoal.engine import kernels, record, state
 from shoal.engine.average import WeightAverage
@@ -69,6 +70,8 @@ def build(
 
     ``origins`` (where each field and setting has its value from) goes into the run's record."""
     settings.check("settings")
+    if place.device.type == "cpu":
+        keep_freed()
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(settings.out)
     found, skipped = newest_everywhere(out / "checkpoints") if settings.resume else (None, [])
     reader = Reader(found.path) if found else None
@@ -112,7 +115,7 @@ def build(
         average=average, watch=BufferWatch(model, layout.data),
         data_settings=data_settings, windows_source=source, saver=Saver(writer),
         record=record.Record(out, rank, _sinks(settings, rank, sinks), hooks.tell), hooks=hooks, kernels=chosen,
-        total_steps=total,
+        total_steps=total, model_flops=parts.model_flops,
     )  # fmt: skip
     if reader is not None:
         notes += state.restore(run, reader)
@@ -312,6 +315,7 @@ def _start_record(run: Run, place: Place, notes: list[str], more: dict[str, Any]
     if run.rank == 0:
         notes = record.check_folder(run.out, run.job, run.settings) + notes
         record.write_json(run.out / record.RECORD, told)
+        run.layout.plan.write(run.out / record.PLAN)
         cut_back(run.out, run.step_count)
     meet("once the run's record is written")
     sized = run.total_steps

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.blueprint.agreement import differences
 from shoal.blueprint.facts import Blueprint
-from shoal.blueprint.positions import Shared, shared_positions
+from shoal.blueprint.positions import Shared, needed_positions
 from shoal.blueprint.roles import roles
 from shoal.blueprint.split import spans
 from shoal.blueprint.trace import trace
@@ -35,7 +35,8 @@ Gradients = GradientBuckets | ShardedGradients
 
 class Parts(NamedTuple):
     """What the engine runs. ``trained``: names of the whole model's trained parameters, the same on all ranks;
-    ``holds``: which of them this rank holds; ``notes``: what of the layout the model does not allow."""
+    ``holds``: which of them this rank holds; ``notes``: what of the layout the model does not allow; ``model_flops``:
+    of a whole sample's forward, where the layout had the model traced."""
 
     forwards: Forwards
     gradients: Gradients
@@ -43,6 +44,7 @@ class Parts(NamedTuple):
     holds: list[bool]
     held: Held
     notes: list[str]
+    model_flops: float | None = None
 
 
 def spread(
@@ -59,7 +61,7 @@ def spread(
     if plan.cpu_offload and mesh.shard == 1:
         raise ConfigError(f"cpu_offload goes with a shard axis, and the mesh is {mesh}; leave it out or set shard > 1")
     trained = [plain(name) for name, param in model.named_parameters() if param.requires_grad]
-    pipelined, divided = None, None
+    pipelined, divided, model_flops = None, None, None
     notes: list[str] = []
     if layout.divides:
         start.strip()
@@ -67,6 +69,7 @@ def spread(
         first = example()
         with first.around():
             blueprint = trace(model, first.args, first.kwargs, first.samples)
+        model_flops = blueprint.flops() / first.samples
         if layout.pipeline is not None and mesh.pipeline > 1:
             pipelined = Pipelined(model, blueprint, plan, layout.rank, layout.pipeline, device, first)
         if mesh.tensor > 1:
@@ -86,7 +89,7 @@ def spread(
     if pipelined:
         pipelined.around_schedule(gradients.start_schedule, gradients.gather, gradients.release, tensor.plain)
     names = {name for name, _ in mine}
-    return Parts(forwards, gradients, trained, [name in names for name in trained], held, notes)
+    return Parts(forwards, gradients, trained, [name in names for name in trained], held, notes, model_flops)
 
 
 def _gradients(
@@ -111,13 +114,7 @@ def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tens
     if not any(role.split for role in found.role.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={degree}, but no weight of the model can be divided ({reasons}); set tensor = 1")
-    shared = shared_positions(blueprint, found) if layout.plan.sequence_parallel else None
-    if shared is not None and not shared.layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(shared.reasons.items())[:3])
-        raise ConfigError(
-            f"sequence_parallel was asked for, but the positions of no layer's output can be shared out over "
-            f"tensor={degree} ({reasons}); set sequence_parallel = false"
-        )
+    shared = needed_positions(blueprint, found) if layout.plan.sequence_parallel else None
     layers = shared.layers if shared else {}
     carried = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     notes = [f"tensor roles: {difference}" for difference in differences(found, carried)]

@@ -21,6 +21,8 @@ from shoal.monitor.sinks import Sinks
 from shoal.monitor.summary import RunTotals
 
 RECORD = "run.json"
+#: The plan that a run was last begun with, as ``--plan`` takes it.
+PLAN = "plan.toml"
 
 
 def module_name(cls: type[Job]) -> str:

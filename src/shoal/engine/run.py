@@ -80,6 +80,7 @@ class Run:
     hooks: Hooks
     kernels: dict[str, Any]
     total_steps: int | None
+    model_flops: float | None = None  # of a whole sample's forward, where the layout had the model traced
     held: Held = field(default_factory=Held)
     read: Callable[[Tensor], list[float]] = Tensor.tolist  # how the host reads what a step sums
     step_count: int = 0

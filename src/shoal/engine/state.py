@@ -44,11 +44,6 @@ def model_tensors(model: nn.Module, held: Held | None = None) -> tuple[dict[str,
     return tensors, tied
 
 
-def all_tensors(run: Run) -> dict[str, Tensor]:
-    """Every tensor of the run's state by its name in a checkpoint, as this rank has it."""
-    return {**model_tensors(run.model, run.held)[0], **run.optimizer.tensors(), **run.average.tensors()}
-
-
 def all_pieces(run: Run) -> dict[str, Piece]:
     """What this rank holds of every tensor of the run's state, by its name in a checkpoint."""
     held = run.held

@@ -144,8 +144,8 @@ def answer(
         return Planned(
             sketch, cluster, question, search, (), result.asked, result.priced, changes=_changes(sketch, search)
         )
-    roomy = cluster.device.model_copy(update={"memory_bytes": cluster.device.memory_bytes * _ROOMY})
-    free = Search(profiles, cluster.model_copy(update={"device": roomy}), question).run(1)
+    faster_s = result.best[0].cost.step_s * (1 - explain.EQUAL)
+    free = search.with_memory(_ROOMY).run(1, below_s=faster_s)
     return Planned(
         sketch, cluster, question, search, result.best, result.asked, result.priced,
         next(iter(free.best), None), _obvious(search, result.best[0]),

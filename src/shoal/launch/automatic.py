@@ -13,8 +13,9 @@ from typing import NamedTuple
 from shoal.blueprint.stored import Sketch
 from shoal.cluster import cached, machine
 from shoal.core.errors import ConfigError
-from shoal.engine.record import RECORD, read_json, write_json
+from shoal.engine.record import PLAN, RECORD, read_json, write_json
 from shoal.engine.resolve import OF_PLAN
+from shoal.engine.run import Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
 from shoal.launch import measure
@@ -23,14 +24,12 @@ from shoal.launch.sketch import sketch_apart
 from shoal.monitor.events import read_events
 from shoal.monitor.summary import PARTS as MEASURED
 from shoal.plan.candidate import Cost
-from shoal.plan.explain import gib, layout, seconds
+from shoal.plan.explain import EQUAL, PASSES, gib, layout, seconds, slower
 from shoal.plan.memory import peak
 from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.search import Found
 
-#: Where the chosen plan is written in the run's folder.
-PLAN = "plan.toml"
 #: A model whose state is a smaller share of a worker's memory fits under any layout: no machine is measured for it.
 SMALL = 1e-3
 #: Of a weight, its gradient and two moments in float32.
@@ -56,13 +55,15 @@ TOGETHER = {
 
 
 class Decision(NamedTuple):
-    """The settings with a layout, two lines that say which and why, and the predicted seconds by measured part."""
+    """The settings with a layout, two lines that say which and why, the predicted seconds by measured part, and what
+    the model computes: FLOPs of a sample's forward, where it was traced."""
 
     settings: RunSettings
     lines: tuple[str, ...] = ()
     predicted: dict[str, float] | None = None
     memory_bytes: float = 0.0
     learned: str = ""
+    model_flops: float | None = None
 
 
 def asked_for(settings: RunSettings) -> bool:
@@ -71,20 +72,32 @@ def asked_for(settings: RunSettings) -> bool:
     return settings.mesh is not None or settings.plan is not None or bool(given)
 
 
-def decide(job: Job, settings: RunSettings, workers: int, alone: bool = True) -> Decision:
+def decide(job: Job, settings: RunSettings, workers: int, nodes: int | None = None) -> Decision:
     """A layout for ``workers`` ranks, where the settings name none.
 
-    A resumed run keeps its own. ``alone``: these workers are ours to start, so that a machine that was never measured
-    can be, quickly. Raises ConfigError where nothing fits, with the nearest change that would.
+    A resumed run keeps its own where it has as many workers as before. ``nodes``: machines of the world that they are
+    in; None: they are ours to start here, so that a machine that was never measured can be, quickly. Raises ConfigError
+    where nothing fits, with the nearest change that would.
     """
     if workers < 2 or asked_for(settings):
         return Decision(settings)
-    if settings.resume and (kept := _own(settings, workers)) is not None:
-        return kept
+    own = _own(settings) if settings.resume else None
+    if own is not None and own.mesh.size == workers:
+        return _kept(own, settings)
+    found = _anew(job, settings, workers, nodes)
+    if own is None:
+        return found
+    head, why, *notes = found.lines
+    was = f"the run had {own.mesh}, and there are {workers} workers now; "
+    return found._replace(lines=(head, f"why: {was}{why.removeprefix('why: ')}", *notes))
+
+
+def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> Decision:
+    """A layout for a run that has none, with two lines or more."""
     plain = f"layout: replicate={workers}, plain data parallel"
     if settings.compile:
         return Decision(settings, (plain, "why: --compile goes with no other"))
-    known = measure.kept(workers) or measure.kept_quickly(workers)
+    known, alone = _measured(workers, nodes or 1), nodes is None
     least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
     found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"
     if isinstance(found, int):
@@ -96,15 +109,20 @@ def decide(job: Job, settings: RunSettings, workers: int, alone: bool = True) ->
     return Decision(settings, (plain, f"why: {why}"))
 
 
-def _own(settings: RunSettings, workers: int) -> Decision | None:
-    """The layout that the run in this folder had, with what was given anew; None where it does not fit the workers."""
+def _measured(workers: int, nodes: int) -> cached.Kept | None:
+    """What was measured of these workers; of one machine in a hurry, where not in full."""
+    return measure.kept(workers, nodes) or (measure.kept_quickly(workers) if nodes == 1 else None)
+
+
+def _own(settings: RunSettings) -> Plan | None:
+    """The plan of the run in this folder; None where there is none."""
     record = Path(settings.out) / RECORD
     found = read_json(record).get("plan") if record.exists() else None
-    if found is None:
-        return None
-    plan = Plan.parse({**found, "mesh": Mesh(**found["mesh"])}, str(record))
-    if plan.mesh.size != workers:
-        return None
+    return None if found is None else Plan.parse({**found, "mesh": Mesh(**found["mesh"])}, str(record))
+
+
+def _kept(plan: Plan, settings: RunSettings) -> Decision:
+    """A run's own plan, with what was given anew."""
     changes = {name: getattr(settings, name) for name in settings.model_fields_set & set(OF_PLAN)}
     if changes.get("micro_batch"):
         samples = changes["micro_batch"] * plan.mesh.replicate * plan.mesh.shard
@@ -138,7 +156,8 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
         f"why: {why}",
         *([f"note: every run measures anew: {known.unkept}"] if known.unkept else []),
     )
-    return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file)
+    flops = planned.work.model_flops or None
+    return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file, flops)
 
 
 def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[str, float]) -> str:
@@ -155,8 +174,10 @@ def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[s
         other = min(others, key=lambda found: _corrected(found.cost, ratios))
         return (
             f"the fastest mesh of {planned.asked:,} plans on this machine as measured; next {layout(other.candidate)}, "
-            f"{_corrected(other.cost, ratios) / best_s - 1:.0%} slower"
+            f"{slower(_corrected(other.cost, ratios), best_s)}"
         )
+    if plain_s < (1 + EQUAL) * best_s:
+        return f"plain data parallel is as good as equal to {layout(chosen.candidate)}, and kept"
     if plain_s < GAIN * best_s:
         return (
             f"{layout(chosen.candidate)} would gain {plain_s / best_s - 1:.0%}, less than predictions err; plain data "
@@ -230,6 +251,29 @@ def account(decision: Decision | None, out: Path) -> dict[str, dict[str, float]]
             "step_s": found["step_s"],
         },
     }
+
+
+def utilisation(
+    decision: Decision | None, run: Run, samples_per_s: float | None, nodes: int = 1
+) -> dict[str, float | None]:
+    """FLOP/s of all workers together, and their share of the workers' measured matrix peak, as ``shoal plan`` counts.
+
+    None where not known: the FLOPs of a model that nothing had traced, the peak of a machine that was never measured.
+    """
+    flops = (decision.model_flops if decision else None) or run.model_flops
+    rate = PASSES * flops * samples_per_s if flops and samples_per_s else None
+    peak = _peak_flops_per_s(run, nodes) if rate else None
+    return {"model_flops_per_s": rate, "utilisation": rate / (peak * run.ranks) if rate and peak else None}
+
+
+def _peak_flops_per_s(run: Run, nodes: int) -> float | None:
+    """A worker's, in the run's precision."""
+    try:
+        known = _measured(run.ranks, nodes)
+    except ConfigError as error:  # damaged; the run itself has ended well
+        run.record.note(f"utilisation is not known: {error}")
+        return None
+    return known.cluster.device.flops_per_s.get(run.layout.plan.precision) if known else None
 
 
 def read_ratios(path: Path) -> dict[str, float]:

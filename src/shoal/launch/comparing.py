@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.blueprint.stored import Sketch
 from shoal.cluster.facts import Cluster
-from shoal.core.errors import ConfigError, nearest
+from shoal.core.errors import ConfigError, WorkerFailure, nearest
 from shoal.launch.answer import Planned, profiles_of, question_of
 from shoal.plan import explain
 from shoal.plan.candidate import Candidate, Cost, States
@@ -64,14 +64,20 @@ def _starts(search: Search, plan: Plan, where: str) -> tuple[int, ...]:
 
 
 def compared(planned: Planned, first: str, second: str) -> list[str]:
-    """Two plans' files beside each other: what each costs, and where they differ. Raises ConfigError."""
+    """Two plans' files beside each other: what each costs, and where they differ; one of them where they do not.
+
+    Raises ConfigError."""
     plans = [Plan.read(path) for path in (first, second)]
-    found = [priced(planned, plan, path) for plan, path in zip(plans, (first, second), strict=True)]
+    same = plans[0] == plans[1]
+    files = (first,) if same else (first, second)
+    found = [priced(planned, plan, path) for plan, path in zip(plans[: len(files)], files, strict=True)]
     told = explain.aligned(explain.table(found, planned.work, planned.cluster))
-    for path, each in zip((first, second), found, strict=True):
+    for path, each in zip(files, found, strict=True):
         told += ["", path, explain.step_text(each.cost), explain.memory_text(each.memory, planned.cluster)]
         if each.memory.total_bytes > planned.search.usable_bytes:
             told.append(f"It does not fit: {explain.gib(planned.search.usable_bytes)} are usable.")
+    if same:
+        return [*told, "", f"{first} and {second} hold the same plan."]
     faster, slower = sorted(found, key=lambda each: each.cost.step_s)
     name = first if found[0] is faster else second
     return [*told, "", f"{name} is faster; {explain.lost(faster, slower)}.", *plans[0].diff(plans[1])]
@@ -108,36 +114,39 @@ def cost_lines(planned: Planned, price_per_hour: float) -> list[str]:
 
 
 class Trial(NamedTuple):
-    """A plan that was run for a few steps: seconds by measured part, and of the whole step."""
+    """A plan that was run for a few steps: seconds by measured part and of the whole step, or ``why`` it did not."""
 
     found: Found
     parts: Mapping[str, float]
     step_s: float
+    why: str = ""
 
 
 def tried(
     planned: Planned, most: int, run: Callable[[Plan], Mapping[str, float]], together: Mapping[str, Sequence[str]]
 ) -> tuple[list[Trial], list[tuple[Found, float]]]:
-    """Run the best plans in turn, at most ``most``; after each, what was measured corrects the others' predictions.
+    """Run ``most`` of the best plans in turn; after each, what was measured corrects the others' predictions.
 
-    ``run``: measured seconds by part and ``step_s``. ``together``: which predicted parts a measured one holds. Ends
-    when no plan that was not run is predicted faster than the fastest that was. Returns the trials and all plans by the
-    seconds that are believed now.
+    ``run``: measured seconds by part and ``step_s``; WorkerFailure: the plan does not run here, and is left out.
+    ``together``: which predicted parts a measured one holds. Returns the trials and all other plans by the seconds that
+    are believed now.
     """
     trials: list[Trial] = []
 
     def believed(found: Found) -> float:
         own = next((trial.step_s for trial in trials if trial.found is found), None)
-        return own if own is not None else _corrected(found.cost, trials, together)
+        return own if own is not None else _corrected(found.cost, [t for t in trials if not t.why], together)
 
     while len(trials) < min(most, len(planned.best)):
         left = [found for found in planned.best if all(trial.found is not found for trial in trials)]
         nxt = min(left, key=believed)
-        if trials and believed(nxt) >= min(trial.step_s for trial in trials):
-            break
-        parts = run(planned.as_plan(nxt.candidate))
-        trials.append(Trial(nxt, parts, parts["step_s"]))
-    return trials, sorted(((found, believed(found)) for found in planned.best), key=lambda pair: pair[1])
+        try:
+            parts = run(planned.as_plan(nxt.candidate))
+            trials.append(Trial(nxt, parts, parts["step_s"]))
+        except WorkerFailure as error:
+            trials.append(Trial(nxt, {}, math.inf, str(error)))
+    ranked = sorted(((found, believed(found)) for found in planned.best), key=lambda pair: pair[1])
+    return trials, [(found, step_s) for found, step_s in ranked if math.isfinite(step_s)]
 
 
 def _corrected(cost: Cost, trials: Sequence[Trial], together: Mapping[str, Sequence[str]]) -> float:
@@ -158,8 +167,10 @@ def _corrected(cost: Cost, trials: Sequence[Trial], together: Mapping[str, Seque
 def trial_lines(trials: Sequence[Trial], ranked: Sequence[tuple[Found, float]]) -> list[str]:
     """What was run and how the plans rank now."""
     told = [
-        f"ran {explain.layout(trial.found.candidate)}: predicted {explain.seconds(trial.found.cost.step_s)}, measured "
-        f"{explain.seconds(trial.step_s)}"
+        f"did not run: {explain.layout(trial.found.candidate)}: {trial.why}"
+        if trial.why
+        else f"ran {explain.layout(trial.found.candidate)}: predicted {explain.seconds(trial.found.cost.step_s)}, "
+        f"measured {explain.seconds(trial.step_s)}"
         for trial in trials
     ]
     ran = {id(trial.found) for trial in trials}
@@ -167,4 +178,4 @@ def trial_lines(trials: Sequence[Trial], ranked: Sequence[tuple[Found, float]]) 
         f"{explain.layout(found.candidate)} {explain.seconds(step)} ({'measured' if id(found) in ran else 'corrected'})"
         for found, step in ranked
     ]
-    return [*told, "ranked anew: " + "; ".join(order)]
+    return [*told, "ranked anew: " + ("; ".join(order) or "none of them ran")]

@@ -64,13 +64,14 @@ def measure(
     return cluster
 
 
-def kept(workers: int | None = None) -> cached.Kept | None:
-    """The newest measurement of this machine with ``workers`` workers, and its age; None where there is none.
+def kept(workers: int | None = None, nodes: int = 1) -> cached.Kept | None:
+    """The newest measurement of this machine with ``workers`` workers, or of a world of so many on ``nodes`` machines.
 
-    Raises ConfigError for a damaged file.
+    None where there is none. Raises ConfigError for a damaged file.
     """
     kind = device_kind()
-    return _load(fingerprint(kind, worker_count(workers, kind)))
+    count = workers if workers and nodes > 1 else worker_count(workers, kind)
+    return _load(fingerprint(kind, count, nodes))
 
 
 def fingerprint(kind: str, workers: int, nodes: int = 1) -> dict[str, str]:
@@ -99,9 +100,9 @@ def quickly(workers: int) -> cached.Kept:
     kind = device_kind()
     cluster = _alone(workers, kind, quick(kind), Path(), True)
     try:
-        return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster), 0.0)
+        return cached.Kept(cluster, cached.save(cache_folder(), _quick_fingerprint(workers), cluster))
     except ConfigError as error:
-        return cached.Kept(cluster, Path(), 0.0, str(error))
+        return cached.Kept(cluster, Path(), str(error))
 
 
 def _quick_fingerprint(workers: int) -> dict[str, str]:

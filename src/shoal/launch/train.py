@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shoal.cluster.machine import counts
 from shoal.core.errors import ConfigError, LaunchError, ShoalError, WorkerFailure
 from shoal.core.fields import flat
 from shoal.engine.build import Place, build
@@ -22,7 +23,7 @@ from shoal.engine.resolve import resolve, wanted_mesh
 from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
-from shoal.launch.automatic import Decision, account, decide
+from shoal.launch.automatic import Decision, account, decide, utilisation
 from shoal.launch.jobfile import LoadingStops, job_file, load_class, loading, make_job, make_settings, origins
 from shoal.launch.local import STOPPED, run_workers
 from shoal.launch.lock import lock_folder
@@ -177,9 +178,12 @@ class Entry:
     called: bool = False
     origins: dict[str, Any] | None = None
     decision: Decision | None = field(default=None, init=False)
+    nodes: int = field(default=1, init=False)
 
     def take(self, decision: Decision) -> None:
         """The layout that was decided on; said where the run's own output goes."""
+        if decision.settings.plan != self.settings.plan and self.origins is not None:
+            self.origins = {**self.origins, "settings": {**self.origins["settings"], "plan": "planned"}}
         self.decision, self.settings = decision, decision.settings
         for line in decision.lines:
             print(line, file=sys.stderr if self.quiet else sys.stdout, flush=True)
@@ -246,6 +250,8 @@ class Entry:
                 f"as it is; take the weights with shoal.load_weights(model, {str(run.out)!r})"
             )
         found = train_loop(run)
+        if first:
+            found |= utilisation(self.decision, run, found["samples_per_s"], self.nodes)
         run.record.row("end", **{name: value for name, value in found.items() if name != "parts"})
         run.close()
         beats.beat(run.step_count, "end")  # how long after() may take is the job's affair
@@ -258,9 +264,12 @@ class Entry:
     def _decide_together(self, world: World) -> None:
         """Collective. Rank 0 decides on a layout for all."""
         answer: list[Any] = [None]
+        local_ranks: list[Any] = [None] * world.size
+        dist.all_gather_object(local_ranks, world.local_rank)
+        self.nodes = max(1, len(counts(local_ranks)))
         if world.rank == 0:
             try:
-                answer = [decide(self.job, self.settings, world.size, alone=False)]
+                answer = [decide(self.job, self.settings, world.size, self.nodes)]
             except ShoalError as error:
                 answer = [error]
         if world.size > 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError
+from shoal.engine.resolve import OF_PLAN
 from shoal.launch.automatic import WARM_UP, measured
 from shoal.launch.train import train
 from shoal.launch.world import device_kind, worker_count
@@ -23,10 +24,10 @@ def run_plan(file: str, fields: Mapping[str, Any], plan: Plan) -> dict[str, floa
     with tempfile.TemporaryDirectory(prefix="shoal-trial-") as folder:
         path = Path(folder) / "plan.toml"
         plan.write(path)
+        decided = {name: getattr(plan, name) for name in OF_PLAN}  # in place of the job's own defaults
         train(
-            file, fields=fields, workers=plan.mesh.size, plan=str(path), out=str(Path(folder) / "run"),
-            steps=WARM_UP + STEPS, eval_every=10**9, sinks=(), precision=plan.precision,
-            global_batch=plan.global_batch,
+            file, fields=fields, workers=plan.mesh.size, plan=str(path), mesh=None, out=str(Path(folder) / "run"),
+            steps=WARM_UP + STEPS, epochs=None, eval_every=10**9, save_every=None, sinks=(), **decided,
         )  # fmt: skip
         found = measured(Path(folder) / "run")
     assert found is not None  # it took more steps than warm it up

@@ -70,9 +70,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Nobody moves: which ranks are behind the others, how long the longest has stood and the deadline."""
+    """Nobody moves: how long the longest has stood and the deadline."""
 
-    behind: tuple[int, ...]
     waited_s: float
     deadline_s: float
 
@@ -162,7 +161,7 @@ def overdue(
         waited_s = min(waited_s, now_s - computed_s)
     if waited_s <= deadline_s:
         return None
-    return Overdue(behind(slots), waited_s, deadline_s)
+    return Overdue(waited_s, deadline_s)
 
 
 class Computing:

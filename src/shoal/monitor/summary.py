@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections import deque
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from shoal.core.fields import flat
@@ -21,12 +19,12 @@ PARTS = {
 
 
 class RunTotals:
-    """Sums over the step rows of this attempt, and the last ``recent`` step times; its size does not grow.
+    """Sums over the step rows of this attempt.
 
     Rates leave out the first step, which pays for warming up, unless it is the only one.
     """
 
-    def __init__(self, recent: int = 200) -> None:
+    def __init__(self) -> None:
         self.steps = 0
         self.samples = 0
         self.tokens: int | None = None
@@ -35,7 +33,6 @@ class RunTotals:
         self.skipped = 0
         self._first: tuple[float, int, int] = (0.0, 0, 0)
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._recent: deque[float] = deque(maxlen=recent)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one row; kinds other than step and skip are passed over."""
@@ -52,7 +49,6 @@ class RunTotals:
         if tokens is not None:
             self.tokens = (self.tokens or 0) + tokens
             self.padded_tokens = (self.padded_tokens or 0) + (row.get("padded_tokens") or tokens)
-        self._recent.append(seconds)
         for part in PARTS:
             self._parts[part] += row.get(part) or 0.0
 
@@ -65,11 +61,6 @@ class RunTotals:
     def tokens_per_s(self) -> float | None:
         """Tokens of all workers per second of step time; None where the data has no tokens."""
         return None if self.tokens is None else self._rate(self.tokens, self._first[2])
-
-    @property
-    def median_step_s(self) -> float | None:
-        """The median of the recent step times."""
-        return median(self._recent) if self._recent else None
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part in the mean step."""
@@ -85,9 +76,9 @@ def summary(result: Mapping[str, Any]) -> str:
     """The end of a run in a few lines.
 
     ``result``: ``steps, steps_here, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out,
-    seconds, skipped, parts, stragglers``; whatever is missing or None is left out. ``eval`` is a loss, ``metrics`` a
-    mapping of numbers, ``parts`` the seconds of the mean step by the names of a step row, ``stragglers`` sentences,
-    ``prediction`` {"predicted": seconds by part, "measured": the same}.
+    seconds, skipped, parts, stragglers, model_flops_per_s, utilisation``; whatever is missing or None is left out.
+    ``eval`` is a loss, ``metrics`` a mapping of numbers, ``parts`` the seconds of the mean step by the names of a step
+    row, ``stragglers`` sentences, ``prediction`` {"predicted": seconds by part, "measured": the same}.
     """
     lines = [_head(result)]
     losses = [f"loss {_number(result['loss'])}"] if result.get("loss") is not None else []
@@ -103,6 +94,10 @@ def summary(result: Mapping[str, Any]) -> str:
     ]
     if rates:
         lines.append("  " + ", ".join(rates) + " over all workers")
+    if (flops := result.get("model_flops_per_s")) is not None:
+        share = result.get("utilisation")
+        text = "" if share is None else f", {share:.0%} of their matrix peak"
+        lines.append(f"  {_flops(flops)} over all workers{text} (3 x a forward's model FLOPs)")
     real, padded = result.get("tokens"), result.get("padded_tokens")
     if real and padded and padded > real:
         lines.append(f"  {real:,.0f} tokens; {padded:,.0f} with padding ({(padded - real) / padded:.0%} of it padding)")
@@ -117,6 +112,14 @@ def summary(result: Mapping[str, Any]) -> str:
     if result.get("out") is not None:
         lines.append(f"  in {result['out']}")
     return "\n".join(lines)
+
+
+def _flops(per_s: float) -> str:
+    """``1.23e12 -> '1.23 TFLOP/s'``."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)) if per_s >= size), ("M", 1e6)
+    )
+    return f"{per_s / size:.3g} {unit}FLOP/s"
 
 
 def _prediction(account: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -158,7 +161,12 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
         ]
         lines.append("; ".join([text.format(**batch), *lengths]))
     origins = record.get("origins") or {}
-    for origin, words in (("given", "given"), ("job", "from the job's file"), ("default", "by default")):
+    for origin, words in (
+        ("given", "given"),
+        ("job", "from the job's file"),
+        ("planned", "as planned"),
+        ("default", "by default"),
+    ):
         shown = [
             f"{name if part == 'fields' else '--' + name.replace('_', '-')}={_typed(value)}"
             for part in ("fields", "settings")

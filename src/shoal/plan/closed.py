@@ -1,8 +1,10 @@
 """Memory of a step in closed form, for any training recipe and shard level: states, what is kept for backward, logits.
 
-memory.py plays the step as Shoal's engine runs it; this is the cross-check from formulas alone, and what published runs
-of other systems are held against. Chunks in flight: Narayanan et al., https://arxiv.org/abs/2104.04473, and the papers
-named in schedule.py; states: Rajbhandari et al., https://arxiv.org/abs/1910.02054.
+memory.py plays the step as Shoal's engine runs it, from what a trace says is kept. This is the cross-check from closed
+formulas alone, for transformers of shapes (transformer.py): tests hold the two to each other, and published runs of
+other systems are held against this one (benchmarks/published.py). Chunks in flight: Narayanan et al.,
+https://arxiv.org/abs/2104.04473, and the papers named in schedule.py; states: Rajbhandari et al.,
+https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations

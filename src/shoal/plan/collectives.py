@@ -22,9 +22,9 @@ def seconds(collective: str, ranks: int, nbytes: float, link: Link) -> float:
     """Seconds of one collective on a buffer of ``nbytes`` (whole, as every rank sees it) among ``ranks``."""
     if ranks <= 1:
         return 0.0
-    fitted = _fitted(collective, ranks, link)
-    if fitted is not None:
-        return fitted.latency_s + nbytes / fitted.bytes_per_s
+    fit = _nearest(collective, ranks, link)
+    if fit is not None:
+        return _carried(fit, ranks, nbytes)
     rate = link.bytes_per_s * link.share
     if collective in ("p2p", "broadcast"):
         hops = 1 if collective == "p2p" else math.ceil(math.log2(ranks))
@@ -37,21 +37,18 @@ def seconds(collective: str, ranks: int, nbytes: float, link: Link) -> float:
     return min(ring, tree)
 
 
-def _fitted(collective: str, ranks: int, link: Link) -> Fit | None:
-    """The measured line of the nearest group size, carried over to this one by the ring's steps and volume."""
+def _nearest(collective: str, ranks: int, link: Link) -> Fit | None:
+    """What was measured in the nearest group size."""
     known = [fit for fit in link.fits if fit.collective == collective]
-    if not known:
-        return None
-    near = min(known, key=lambda fit: (abs(math.log(fit.ranks / ranks)), fit.ranks))
-    if near.ranks == ranks or collective in ("p2p", "broadcast"):
-        return near
-    volume = (ranks - 1) / ranks * near.ranks / (near.ranks - 1)
-    return Fit(
-        collective=near.collective,
-        ranks=ranks,
-        latency_s=near.latency_s * (ranks - 1) / (near.ranks - 1),
-        bytes_per_s=near.bytes_per_s / volume,
-    )
+    return min(known, key=lambda fit: (abs(math.log(fit.ranks / ranks)), fit.ranks), default=None)
+
+
+def _carried(fit: Fit, ranks: int, nbytes: float) -> float:
+    """Seconds of what was measured, carried over to ``ranks`` by the ring's steps and volume."""
+    if fit.ranks == ranks or fit.collective in ("p2p", "broadcast"):
+        return fit.seconds(nbytes)
+    steps = (ranks - 1) / (fit.ranks - 1)
+    return fit.seconds(nbytes * steps * fit.ranks / ranks) + (steps - 1) * fit.seconds(0)
 
 
 class Span(NamedTuple):

@@ -32,6 +32,8 @@ HELD = {
     "buffers": "buffers of collectives",
     "overhead": "what the device keeps for itself",
 }
+#: A step's model FLOPs over those of its forward: backward counts twice, recompute not at all.
+PASSES = 3
 #: Steps closer than this share are called equal: no model is better.
 EQUAL = 0.02
 
@@ -58,7 +60,7 @@ class Rates(NamedTuple):
 def rates(candidate: Candidate, step_s: float, work: Work) -> Rates:
     """How fast a plan is."""
     samples = candidate.global_batch / step_s
-    flops = 3 * work.model_flops * samples
+    flops = PASSES * work.model_flops * samples
     return Rates(samples, samples * work.tokens, flops / (work.peak_flops_per_s * candidate.world))
 
 
@@ -130,9 +132,13 @@ def lost(best: Found, other: Found) -> str:
     text = " and ".join(f"{seconds(change)} more {PARTS[name]}" for change, name in worse)
     if better:
         text += ", though " + " and ".join(f"{seconds(-change)} less {PARTS[name]}" for change, name in better)
-    share = gap / best.cost.step_s
-    verdict = "as good as equal" if share < EQUAL else f"{share:.0%} slower"
-    return f"{layout(other.candidate)} is {verdict} ({seconds(other.cost.step_s)}): {text}"
+    return f"{layout(other.candidate)} is {slower(other.cost.step_s, best.cost.step_s)}" + (f": {text}" if text else "")
+
+
+def slower(step_s: float, best_s: float) -> str:
+    """``25% slower (1.25 s)``, or that no model tells the two apart."""
+    share = step_s / best_s - 1
+    return f"{'as good as equal' if share < EQUAL else f'{share:.0%} slower'} ({seconds(step_s)})"
 
 
 def binds(best: Found, free: Found | None, cluster: Cluster) -> str:

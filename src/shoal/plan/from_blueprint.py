@@ -20,6 +20,8 @@ PRODUCTS = {
     "linear": (0, 1, True), "matmul": (0, 1, False), "mm": (0, 1, False), "bmm": (0, 1, False),
     "addmm": (1, 2, False), "baddbmm": (1, 2, False),
 }  # fmt: skip
+#: Views whose gradients are put together again: a copy in the backward alone.
+SPLITS = ("chunk", "split", "tensor_split", "unbind")
 ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
@@ -36,7 +38,7 @@ def profile(
     """The profile of a model over ``tensor`` ranks. ``units``: paths of its units (pipeline/units.py).
 
     ``precision`` must be the one that the blueprint was traced in; ``kernels``: whose kept bytes to count
-    (blueprint/kernels.py). Raises ConfigError where no weight can be divided.
+    (blueprint/kernels.py). Raises ConfigError where no weight, or no position, can be divided.
     """
     found = roles(blueprint, tensor) if tensor > 1 else None
     if found is not None and not any(role.split for role in found.role.values()):
@@ -224,7 +226,9 @@ class _Maker:
         return tuple(
             self.op(number)
             for number in range(span.begin, span.end)
-            if self.operations[number].launches or self.operations[number].kept
+            if self.operations[number].launches
+            or self.operations[number].kept
+            or self.operations[number].name in SPLITS
         )
 
     def op(self, number: int) -> Op:
@@ -238,10 +242,12 @@ class _Maker:
         ratio = part / whole if whole and local.divided else 1.0
         m, k, n = self.shape(of, local)
         share = 1 / self.local.degree if local.divided else 1.0
+        if joined := of.name in SPLITS and not of.launches:
+            moved = 2.0 * sum(self.blueprint.values[value].bytes for value in of.gives)
         kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
         return Op(
             of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,
-            moved * ratio / self.samples * bool(of.launches), fixed * bool(of.launches),
+            moved * ratio / self.samples * bool(of.launches or joined), fixed * bool(of.launches),
             sum(each[0] for each in kept), self.backward(of), of.launches, sum(each[1] for each in kept),
         )  # fmt: skip
 
@@ -264,6 +270,8 @@ class _Maker:
         """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient."""
         needs = any(self.blueprint.values[value].of_model for value in of.reads)
         trains = any(self.blueprint.parameter[name].trains for name in of.parameters)
+        if of.name in SPLITS:
+            return float(needs)
         if of.name in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return float(needs + trains)
         return 2.0 if needs else float(trains)

@@ -49,17 +49,18 @@ def recomputed(profile: Profile, candidate: Candidate) -> frozenset[int]:
 
 
 class _Live(NamedTuple):
-    """Bytes of activations at a moment, of them those of the last block (logits and loss), and of weights' gradients
-    that are whole."""
+    """Bytes of activations at a moment, of them those of the last block (logits and loss), and what is held of weights
+    and their gradients."""
 
     moment: str
     activations: float
     logits: float
     held: Held
 
-
-def _all(live: _Live) -> float:
-    return live.activations + live.logits + live.held.total
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.activations + self.logits + self.held.total
 
 
 class _Stage:
@@ -126,22 +127,20 @@ class _Stage:
         last = max((number for number, op in enumerate(ops) if op.fixed_bytes), default=0)
         return sum(op.kept_bytes for op in ops[last + 1 :]) * self.samples
 
-    def half(self, first: bool) -> float:
-        """Working bytes of half a backward: of the first, what waits and the widest block's own; of the second one
-        weight's gradient."""
-        if not first:
-            return (
-                max(
-                    (weight.numel for block in self.blocks.values() for weight in block.weights if weight.trains),
-                    default=0,
-                )
-                * 4.0
-            )
+    @cached_property
+    def first_half(self) -> float:
+        """Working bytes of a backward's first half: what waits, and the widest block's own."""
         widest = max(
             (self.live(moment, not self.last) - moment.fixed_bytes - self.bytes(held.kept)
              for held in self.holdings.values() for moment in held.backward), default=0.0,
         )  # fmt: skip
         return self.between + max(widest, 0.0)
+
+    @cached_property
+    def second_half(self) -> float:
+        """Working bytes of a backward's second half: one weight's gradient."""
+        weights = (weight for block in self.blocks.values() for weight in block.weights)
+        return max((weight.numel for weight in weights if weight.trains), default=0) * 4.0
 
     @cached_property
     def entering(self) -> float:
@@ -252,8 +251,8 @@ class _Rank:
         key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
         if key not in self._halves:
             held = self.model.moment(stage.numbers.start, False, micro)
-            live = _Live("backward", stage.half(first), 0.0, held)
-            self._halves[key] = _all(live), live
+            live = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
+            self._halves[key] = live.total, live
         return self._halves[key]
 
     def fullest(self, stage: _Stage, action: Action, begun: bool) -> tuple[float, _Live]:
@@ -265,18 +264,25 @@ class _Rank:
         if key not in self._fullest:
             held = self.model.moment(stage.numbers.start, forward, micro, begun)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            live = max(self.within(stage, forward, micro, begun), key=_all, default=nothing)
-            self._fullest[key] = _all(live), live
+            live = max(self.within(stage, forward, micro, begun), key=lambda live: live.total, default=nothing)
+            self._fullest[key] = live.total, live
         return self._fullest[key]
 
     def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
+        """The fullest moments of a stage's pass, one of each block, and those at which gradients are sent."""
         last = len(self.profile.blocks) - 1
         before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
             held = self.model.moment(number, forward, micro, begun)
-            for live, gradients in stage.moments(number, forward):
+            moments = stage.moments(number, forward)
+            if held.whole_gradients:
+                most = max(moments, key=lambda each: each[0] + each[1], default=None)
+            else:
+                most = max(moments, key=lambda each: each[0], default=None)
+            if most is not None:
+                live, gradients = most
                 yield _Live(name, before + live * (not own), live * own, held.with_gradients(gradients))
             reducing = None if forward else self.model.reducing(number, micro)
             if reducing is not None:
@@ -294,7 +300,7 @@ class _Rank:
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         last = _Live("optimizer", 0.0, 0.0, self.model.updating())
-        _, others, top = max([*self.lives(), (_all(last), 0.0, last)], key=lambda moment: moment[0])
+        _, others, top = max([*self.lives(), (last.total, 0.0, last)], key=lambda moment: moment[0])
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,

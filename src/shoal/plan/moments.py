@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from operator import ge
 
 import numpy as np
 
@@ -13,16 +13,6 @@ from shoal.plan.profile import Holding, Moment
 
 #: Of a storage: (bytes that grow with the samples, fixed bytes), on one rank, for the traced micro-batch.
 Sized = Callable[[Storage], tuple[float, float]]
-
-
-class _Piece(NamedTuple):
-    born: int
-    freed: int
-    used: int  # last in forward
-    block: int
-    forward: bool
-    left: bool  # in forward for the backward
-    bytes: tuple[float, float]
 
 
 def holdings(timeline: Timeline, starts: Sequence[int], sized: Sized, gradient: dict[str, float]) -> list[Holding]:
@@ -37,23 +27,19 @@ class _Cut:
         ends = [timeline.forward[start - 1] for start in self.starts[1:]]
         self.begins = [0, *ends]
         self.ends = [*ends, self.end]
-        self.pieces = [self.piece(storage, sized(storage)) for storage in timeline.storages if storage.operation >= 0]
-        self.born, self.freed, self.of = (
-            np.array([getattr(piece, name) for piece in self.pieces], int) for name in ("born", "freed", "block")
+        pieces = [storage for storage in timeline.storages if storage.operation >= 0]
+        self.born, self.freed, self.used, operation = (
+            np.array([getattr(piece, name) for piece in pieces], int) for name in ("born", "freed", "used", "operation")
         )
-        self.left = np.array([piece.left for piece in self.pieces], bool)
-
-    def piece(self, storage: Storage, nbytes: tuple[float, float]) -> _Piece:
-        forward = storage.born <= self.end
-        block = bisect.bisect_right(self.starts, storage.operation) - 1
-        left = forward and storage.freed > self.end
-        return _Piece(storage.born, storage.freed, storage.used, block, forward, left, nbytes)
+        self.block = np.searchsorted(self.starts, operation, side="right") - 1
+        self.left = (self.born <= self.end) & (self.freed > self.end)  # in forward for the backward
+        self.bytes = np.array([sized(piece) for piece in pieces], float).reshape(-1, 2)
 
     def backward_spans(self) -> list[tuple[int, int]]:
         """The first and last moment of each block's backward; (0, -1): it has none."""
         spans = [(0, -1)] * len(self.starts)
         runs = [(at, bisect.bisect_right(self.starts, of) - 1) for at, of in self.timeline.backward]
-        last = max((piece.freed for piece in self.pieces), default=self.end)
+        last = int(self.freed.max(initial=self.end))
         lowest = len(self.starts)
         for at, block in runs:
             if block < lowest:  # from here on; a late part of a later block's (residual sums) belongs to this one
@@ -66,54 +52,51 @@ class _Cut:
     def holdings(self) -> list[Holding]:
         spans = self.backward_spans()
         done = [(moment, name) for name, moment in self.timeline.gradients]
-        by_block: list[list[_Piece]] = [[] for _ in self.starts]
-        for piece in self.pieces:
-            by_block[piece.block].append(piece)
         found = []
         for block, (begin, end, span) in enumerate(zip(self.begins, self.ends, spans, strict=True)):
-            own = [piece for piece in by_block[block] if piece.forward]
-            left = [piece for piece in own if piece.left]
-            passed = [piece for piece in left if piece.used > end]
+            own = self.block == block
+            left = own & self.left
             others = self.alive(begin + 1, end, block)
-            bare = [
-                piece._replace(freed=max(piece.used, piece.born)) if piece.left and piece.block == block else piece
-                for piece in others
-            ]
+            freed = np.where(left, np.maximum(self.used, self.born), self.freed)  # where nothing is kept
             late = [(moment, name) for moment, name in done if span[0] <= moment <= span[1]]
+            back = self.alive(*span, block)
             found.append(
                 Holding(
-                    kept=_sum(left),
-                    passed=_sum(passed),
-                    forward=self.moments(others, begin + 1, end, block, []),
-                    bare=self.moments(bare, begin + 1, end, block, []),
-                    backward=self.moments(self.alive(*span, block), *span, block, late) if span[1] >= span[0] else (),
+                    kept=self.sum(left),
+                    passed=self.sum(left & (self.used > end)),
+                    forward=self.moments(others, self.freed, (begin + 1, end), block, []),
+                    bare=self.moments(others, freed, (begin + 1, end), block, []),
+                    backward=self.moments(back, self.freed, span, block, late) if span[1] >= span[0] else (),
                 )
             )
         return found
 
-    def alive(self, first: int, last: int, block: int) -> list[_Piece]:
+    def sum(self, which: np.ndarray) -> tuple[float, float]:
+        """Bytes of some pieces: those that grow with the samples, and fixed ones."""
+        samples, fixed = self.bytes[which].sum(axis=0)
+        return float(samples), float(fixed)
+
+    def alive(self, first: int, last: int, block: int) -> np.ndarray:
         """The pieces there at some moment from ``first`` to ``last``, but for what earlier blocks left for backward."""
-        there = (self.born <= last) & (self.freed >= first) & ~(self.left & (self.of < block))
-        return [self.pieces[number] for number in np.flatnonzero(there)]
+        there = (self.born <= last) & (self.freed >= first) & ~(self.left & (self.block < block))
+        return np.flatnonzero(there)
 
     def moments(
-        self, pieces: list[_Piece], first: int, last: int, block: int, done: list[tuple[int, str]]
+        self, pieces: np.ndarray, freed: np.ndarray, span: tuple[int, int], block: int, done: list[tuple[int, str]]
     ) -> tuple[Moment, ...]:
-        """The moments between two that need more than another in some way."""
-        alive = [piece for piece in pieces if piece.born <= last and piece.freed >= first]
-        at = sorted({max(piece.born, first) for piece in alive})
-        found: set[Moment] = set()
-        for moment in at:
-            here = [piece for piece in alive if piece.born <= moment <= piece.freed]
-            samples, fixed = _sum(here)
-            entering = _sum([piece for piece in here if piece.block != block])
-            gradients = sum(self.gradient.get(name, 0.0) for when, name in done if when < moment)
-            found.add(Moment(samples, fixed, entering[0], gradients))
-        return _most(found)
-
-
-def _sum(pieces: list[_Piece]) -> tuple[float, float]:
-    return sum(piece.bytes[0] for piece in pieces), sum(piece.bytes[1] for piece in pieces)
+        """The moments of a span that need more than another in some way."""
+        first, last = span
+        pieces = pieces[(self.born[pieces] <= last) & (freed[pieces] >= first)]
+        born, freed = self.born[pieces], freed[pieces]
+        at = np.unique(np.maximum(born, first))
+        here = ((born <= at[:, None]) & (at[:, None] <= freed)).astype(float)
+        others = self.bytes[pieces, 0] * (self.block[pieces] != block)
+        sums = here @ np.column_stack([self.bytes[pieces], others])
+        complete = np.searchsorted(at, [moment for moment, _ in done], side="right")
+        gradients = np.zeros(len(at) + 1)
+        np.add.at(gradients, complete, [self.gradient.get(name, 0.0) for _, name in done])
+        table = np.column_stack([sums, np.cumsum(gradients)[:-1]])
+        return _most({Moment(*map(float, row)) for row in table})
 
 
 def _most(found: set[Moment]) -> tuple[Moment, ...]:
@@ -123,7 +106,10 @@ def _most(found: set[Moment]) -> tuple[Moment, ...]:
         return m.sample_bytes, m.sample_bytes - m.entering_bytes, m.fixed_bytes, m.gradient_bytes
 
     kept: list[Moment] = []
+    known: list[tuple[float, ...]] = []
     for moment in sorted(found, key=measures, reverse=True):
-        if not any(all(a >= b for a, b in zip(measures(other), measures(moment), strict=True)) for other in kept):
+        sizes = measures(moment)
+        if not any(all(map(ge, other, sizes)) for other in known):
             kept.append(moment)
+            known.append(sizes)
     return tuple(kept)

@@ -139,8 +139,13 @@ class Profile(Settings):
     @cached_property
     def parameters(self) -> int:
         """Numbers in this rank's weights, tied ones once."""
-        seen: dict[str, int] = {}
-        for block in self.blocks:
-            for weight in block.weights:
-                seen[weight.tie or weight.name] = weight.numel
-        return sum(seen.values())
+        return sum(weight.numel for weight in self._weights.values())
+
+    @cached_property
+    def trained(self) -> int:
+        """Of them those that are trained."""
+        return sum(weight.numel for weight in self._weights.values() if weight.trains)
+
+    @cached_property
+    def _weights(self) -> dict[str, Weight]:
+        return {weight.tie or weight.name: weight for block in self.blocks for weight in block.weights}

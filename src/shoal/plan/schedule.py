@@ -7,7 +7,6 @@ for the data itself, and so must whoever plays a list, so they are not in ours.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
@@ -196,13 +195,15 @@ def _numbered(words: Iterable[str], stages: Stages) -> Actions:
 
     A chunk's k-th forward is for micro-batch k, and so is each half of its k-th backward.
     """
-    counts: Counter[str] = Counter()
+    done: dict[str, list[int]] = {half: [0] * len(stages) for half in "FIW"}
 
     def act(kind: str, chunk: str) -> Action:
-        halves = "IW" if kind == "B" else kind
-        micro = counts[halves[0] + chunk]
-        counts.update(half + chunk for half in halves)
-        return Action(stages[int(chunk)], cast(Kind, kind), micro)
+        own, at = done["I" if kind == "B" else kind], int(chunk)
+        micro = own[at]
+        own[at] += 1
+        if kind == "B":
+            done["W"][at] += 1
+        return Action(stages[at], cast(Kind, kind), micro)
 
     return [act(*word) if len(word) == 2 else Overlap(act(*word[:2]), act(*word[2:])) for word in words]
 

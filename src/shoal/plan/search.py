@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,9 @@ from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.memory import holding, ranks, recomputed
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
+from shoal.plan.sharded import alone
 from shoal.plan.space import RECOMPUTE, Core, Question, Spread, candidate, cores, degrees, spreads
-from shoal.plan.time import Prices
+from shoal.plan.time import Prices, straggling
 
 #: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
 USABLE = 0.95
@@ -72,6 +74,7 @@ class Search:
     def __init__(self, profiles: Profiles, cluster: Cluster, question: Question) -> None:
         self.cluster, self.question = cluster, question
         self.usable_bytes = cluster.device.memory_bytes * USABLE
+        self.slowest = 1 + straggling(question.world)
         self.profiles: dict[tuple[int, bool], Profile] = {}
         self.refused: dict[int, str] = {}
         for degree, sequence in degrees(question):
@@ -87,7 +90,16 @@ class Search:
         self._bottlenecks: dict[tuple, np.ndarray] = {}
         self._cuts: dict[tuple, tuple[int, ...]] = {}
         self._left: dict[tuple, np.ndarray] = {}
+        self._units: dict[tuple, np.ndarray] = {}
         self.priced = 0
+
+    def with_memory(self, times: float) -> Search:
+        """The same where devices have ``times`` their memory; what was priced here is not priced again."""
+        device, made = self.cluster.device, copy(self)
+        larger = device.model_copy(update={"memory_bytes": int(device.memory_bytes * times)})
+        made.cluster = self.cluster.model_copy(update={"device": larger})
+        made.usable_bytes = self.usable_bytes * times
+        return made
 
     def cores(self) -> list[Core]:
         """Every core of the question."""
@@ -95,8 +107,11 @@ class Search:
         repeated = any(block.repeated for profile in self.profiles.values() for block in profile.blocks)
         return cores(self.question, places, repeated)
 
-    def run(self, top: int = 5, only: Only | None = None, within: Within | None = None) -> Result:
-        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through."""
+    def run(
+        self, top: int = 5, only: Only | None = None, within: Within | None = None, below_s: float = math.inf
+    ) -> Result:
+        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through and
+        that take less than ``below_s``."""
         asked_for = [core for core in self.cores() if within is None or within(core)]
         waiting = [Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
         asked, before = sum(len(list(spreads(each.core.data))) for each in waiting), self.priced
@@ -104,7 +119,8 @@ class Search:
         best: dict[tuple, Found] = {}
         while waiting:
             each = heapq.heappop(waiting)
-            if each.bound_s >= _worst(best, top):
+            worst_s = min(below_s, _worst(best, top))
+            if each.bound_s >= worst_s:
                 break
             if not each.starts:
                 if self.left(each.core).sum() <= self.usable_bytes * each.core.pipeline:
@@ -114,7 +130,7 @@ class Search:
                 if self.fits(each.core, each.starts):
                     heapq.heappush(waiting, self.play(each))
                 continue
-            for found in self.plans(each.core, each.starts, only, _worst(best, top)):
+            for found in self.plans(each.core, each.starts, only, worst_s):
                 mesh = tuple(found.candidate.mesh.degrees.values())
                 if mesh not in best or found.cost.step_s < best[mesh].cost.step_s:
                     best[mesh] = found
@@ -135,7 +151,8 @@ class Search:
         return self._passes[key]
 
     def bound(self, core: Core) -> float:
-        """Seconds that a step takes at least: the busiest rank's work, whatever the cuts."""
+        """Seconds that a step takes at least: the busiest rank's work, whatever the cuts, and the wait for the slowest
+        device."""
         seconds = self.passes(core).sum(axis=1)
         busy = seconds.sum() / core.pipeline
         if core.pipeline > 1:
@@ -143,7 +160,7 @@ class Search:
             if key not in self._bottlenecks:
                 self._bottlenecks[key] = balance.bottlenecks(seconds, len(seconds))
             busy = max(busy, self._bottlenecks[key][core.stages - 1] / self.cluster.device.sharing)
-        return core.accumulation * float(busy)
+        return core.accumulation * float(busy) * self.slowest
 
     def cut(self, each: Waiting) -> Waiting:
         """With stages, and a bound by them: a rank waits for the first micro-batch to come through the stages before
@@ -158,14 +175,14 @@ class Search:
         whole = core.schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
         ramp = stages[: core.pipeline, 0] + (stages[: core.pipeline, 1] if whole else 0.0)
         before = np.concatenate([[0.0], np.cumsum(ramp)[:-1]])
-        bound_s = float((core.accumulation * busy + before).max())
+        bound_s = float((core.accumulation * busy + before).max()) * self.slowest
         return each._replace(starts=starts, bound_s=max(bound_s, each.bound_s))
 
     def play(self, each: Waiting) -> Waiting:
         """With a bound by its schedule, which lasts as long however the weights are held."""
         made = candidate(self.question, each.core, Spread(each.core.data, 1, 3, False), each.starts)
         makespan_s = self.prices[each.core.tensor, each.core.sequence_parallel].makespan(made)
-        return each._replace(played=True, bound_s=max(makespan_s, each.bound_s))
+        return each._replace(played=True, bound_s=max(makespan_s * self.slowest, each.bound_s))
 
     # Stages
 
@@ -212,12 +229,9 @@ class Search:
         if made.cpu_offload:
             return 0.0
         states, shards, level = made.states, made.mesh.shard, made.shard_level
-        each = (
-            states.weight / (shards if level == 3 else 1)
-            + states.gradient / (shards if level >= 2 else 1)
-            + states.optimizer / shards
-        )
-        return profile.parameters / made.mesh.pipeline * each
+        trained = states.gradient / (shards if level >= 2 else 1) + states.optimizer / shards
+        frozen = states.weight / (shards if level == 3 else 1)
+        return (profile.parameters * frozen + profile.trained * trained) / made.mesh.pipeline
 
     def fits(self, core: Core, starts: tuple[int, ...]) -> bool:
         """Whether any way to hold the weights does: the one that holds least."""
@@ -230,8 +244,9 @@ class Search:
         return self.fitted(core, spread, starts) is not None
 
     def least_held(self, core: Core, starts: tuple[int, ...]) -> float:
-        """Bytes that all of a pipeline's ranks hold at least at their fullest moments, without weights' state: what
-        waits for backward, or at the step's end what was sent; and the buffers of what comes in from neighbours."""
+        """Bytes that all of a pipeline's ranks hold at least at their fullest moments, however weights are held: what
+        waits for backward, or at the step's end what was sent and whole gradients; the buffers of what comes in from
+        neighbours; and whole weights, which shards are gathered to as long as a pipeline runs."""
         left = np.add.reduceat(self.left(core), starts)
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
@@ -243,8 +258,24 @@ class Search:
             in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
             for rank in range(core.pipeline)
         ]
-        held = np.maximum(waits, crossing * (core.accumulation - 1)) + crossing * core.accumulation
+        weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
+        ends = crossing * (core.accumulation - 1) + gradients * (core.accumulation > 1)
+        held = np.maximum(waits, ends) + crossing * core.accumulation + weights
         return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
+
+    def units(self, core: Core, starts: tuple[int, ...], place: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(ranks,): bytes of weights in the blocks that are gathered by themselves, as long as a pipeline runs, and of
+        their gradients at its end; all their state where nobody shares it."""
+        key = core.tensor, core.sequence_parallel
+        if key not in self._units:
+            blocks = self.profiles[key].blocks
+            self._units[key] = np.array([_numel(block) for block in blocks], float)
+        numels = np.zeros((core.pipeline, 2))
+        np.add.at(numels, place, np.add.reduceat(self._units[key], starts, axis=0))
+        whole, trained, states = *numels.T, self.question.states
+        if core.data == 1:
+            return whole * states.weight + trained * (states.gradient + states.optimizer), np.zeros(core.pipeline)
+        return whole * states.weight, trained * states.gradient
 
     def plans(
         self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf
@@ -296,6 +327,14 @@ class Search:
         return min(found, key=lambda each: each[1].total_bytes, default=None)
 
 
+def _numel(block: Block) -> tuple[int, int]:
+    """Numbers in a block's weights, and in those that are trained, where it is gathered by itself; else none."""
+    if not alone(block):
+        return 0, 0
+    sizes = [(weight.numel, weight.numel * weight.trains) for weight in block.weights if weight.rows]
+    return sum(whole for whole, _ in sizes), sum(trained for _, trained in sizes)
+
+
 def _worst(best: dict[tuple, Found], top: int) -> float:
     """Seconds of the slowest plan that is wanted so far."""
     return sorted(found.cost.step_s for found in best.values())[top - 1] if len(best) >= top else math.inf
@@ -341,7 +380,7 @@ def in_flight(core: Core, rank: int) -> int:
         "1f1b": pipeline - rank,
         "interleaved-1f1b": (chunks - 1) * width + 2 * (pipeline - 1 - rank) + 1,
         "interleaved-zero-bubble": (chunks - 1) * width + pipeline - rank,
-        "zbv": pipeline + 1,
+        "zbv": min(pipeline, micro + rank) + 1,
         "dualpipev": 2 * pipeline,
     }
     return min(micro * chunks, most.get(core.schedule, micro * chunks))

@@ -6,7 +6,10 @@ as it is complete (parallel/replicate/buckets.py). Sharded: FSDP2 as parallel/sh
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.plan.candidate import Candidate
@@ -33,6 +36,33 @@ class Held(NamedTuple):
         return self._replace(gradients=self.gradients + nbytes * self.whole_gradients)
 
 
+def alone(block: Block) -> bool:
+    """Whether a block is gathered by itself: a repeated one with something to shard, whose weights no other shares."""
+    weights = block.weights
+    return block.repeated and any(weight.rows for weight in weights) and not any(weight.tie for weight in weights)
+
+
+class _Sums:
+    """Sums over consecutive units, in the order of their blocks."""
+
+    def __init__(self, by_unit: dict[int, float], units: Sequence[int]) -> None:
+        self.units = units
+        self.sums = [0.0, *accumulate(by_unit[unit] for unit in units)]
+
+    @property
+    def all(self) -> float:
+        """Of every unit but the root."""
+        return self.sums[-1]
+
+    def upto(self, number: int) -> float:
+        """Of units up to a block, its own included."""
+        return self.sums[bisect_right(self.units, number)]
+
+    def after(self, number: int) -> float:
+        """Of units after a block."""
+        return self.sums[-1] - self.upto(number)
+
+
 class Sharded:
     """The model's state on one rank that holds the blocks ``numbers``."""
 
@@ -42,7 +72,7 @@ class Sharded:
         self.order = sorted(numbers)
         blocks = {number: profile.blocks[number] for number in self.order}
         self.blocks = blocks
-        self.unit = {number: self.unit_of(number, block) for number, block in blocks.items()}
+        self.unit = {number: number if alone(block) else ROOT for number, block in blocks.items()}
         held: dict[str, tuple[Weight, int]] = {}
         for number, block in blocks.items():
             for weight in block.weights:
@@ -55,15 +85,13 @@ class Sharded:
         self.weights = sum(local) * self.states.weight * on_device
         self.optimizer = sum(trained) * self.states.optimizer * on_device
         self.gradients = sum(trained) * self.states.gradient * on_device
-        self.whole = self.by_unit(lambda w: self.padded(w) * self.shards * self.states.weight)
-        self.made = self.by_unit(lambda w: w.numel * self.states.gradient * w.trains)
-        self.sent = self.by_unit(lambda w: self.padded(w) * self.shards * self.states.gradient * w.trains)
-        self.mine = self.by_unit(lambda w: self.padded(w) * self.states.gradient * w.trains)
-
-    def unit_of(self, number: int, block: Block) -> int:
-        """A repeated block is gathered by itself where no other shares its weights."""
-        shared = any(weight.tie for weight in block.weights)
-        return number if block.repeated and block.weights and not shared else ROOT
+        self.whole = self.by_unit(lambda w, padded: padded * self.shards * self.states.weight)
+        self.made = self.by_unit(lambda w, padded: w.numel * self.states.gradient * w.trains)
+        self.sent = self.by_unit(lambda w, padded: padded * self.shards * self.states.gradient * w.trains)
+        self.mine = self.by_unit(lambda w, padded: padded * self.states.gradient * w.trains)
+        self.all_made = sum(self.made.values())
+        self.units = sorted(unit for unit in self.whole if unit != ROOT)
+        self.wholes, self.mades, self.mines = (_Sums(of, self.units) for of in (self.whole, self.made, self.mine))
 
     def padded(self, weight: Weight) -> float:
         """Numbers in a shard: every rank holds ceil(rows / shards) rows."""
@@ -73,12 +101,21 @@ class Sharded:
         whole = self.shards == 1 or not weight.rows or (self.staged and unit == ROOT)
         return float(weight.numel) if whole else self.padded(weight)
 
-    def by_unit(self, size: Callable[[Weight], float]) -> dict[int, float]:
+    def by_unit(self, size: Callable[[Weight, float], float]) -> dict[int, float]:
+        """Sums over each unit's weights of their ``size``, of the weight and the numbers in its shard."""
         sums = {ROOT: 0.0}
-        for weight, unit in self.held:
-            if weight.rows and not (self.staged and unit == ROOT):
-                sums[unit] = sums.get(unit, 0.0) + size(weight)
+        for weight, unit, padded in self.divided:
+            sums[unit] = sums.get(unit, 0.0) + size(weight, padded)
         return sums
+
+    @cached_property
+    def divided(self) -> list[tuple[Weight, int, float]]:
+        """The weights that are sharded, each with its unit and the numbers in a shard."""
+        return [
+            (weight, unit, self.padded(weight))
+            for weight, unit in self.held
+            if weight.rows and not (self.staged and unit == ROOT)
+        ]
 
     def moment(self, number: int, forward: bool, micro: int, begun: bool = True) -> Held:
         """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step.
@@ -87,60 +124,66 @@ class Sharded:
         """
         if self.shards == 1:
             return Held(0.0, self.gradients, 0.0)
-        units = [unit for unit in self.whole if unit != ROOT]
         if forward:
-            held = self._forward(number, units, micro)
+            held = self._forward(number, micro)
             return held if begun else held._replace(gradients=0.0)
-        return self._backward(number, units, micro)
+        return self._backward(number, micro)
 
     @property
     def accumulates(self) -> bool:
         """Whether whole gradients are summed over the micro-batches before they are sharded."""
         return self.staged or (self.candidate.shard_level == 1 and self.candidate.accumulation > 1)
 
-    def _forward(self, number: int, units: list[int], micro: int) -> Held:
+    def _forward(self, number: int, micro: int) -> Held:
         """The root, what was gathered before, this block, and the buffer that it was gathered in."""
         unit = self.unit[number]
         stay = self.staged or self.candidate.shard_level < 3
-        here = [u for u in units if u <= number] if stay else [u for u in units if u == unit]
-        whole = units if stay and micro else here
-        gathered = self.whole[ROOT] + sum(self.whole[u] for u in whole)
-        before = [u for u in units if u <= number]
-        buffer = self.whole[before[-1] if before else ROOT] * (not (stay and micro))
-        return Held(gathered, self.before(micro), buffer)
+        here = self.whole[unit] * (unit != ROOT)
+        if stay:
+            here = self.wholes.all if micro else self.wholes.upto(number)
+        before = bisect_right(self.units, number)
+        buffer = self.whole[self.units[before - 1] if before else ROOT] * (not (stay and micro))
+        return Held(self.whole[ROOT] + here, self.before(micro), buffer)
 
     def before(self, micro: int) -> float:
         """Gradients that the micro-batches before this one left."""
         if not micro:
             return 0.0
-        return sum(self.made.values()) if self.accumulates else self.gradients
+        return self.all_made if self.accumulates else self.gradients
 
-    def _backward(self, number: int, units: list[int], micro: int) -> Held:
+    def _backward(self, number: int, micro: int) -> Held:
         """The root, this block or all, the unit that is fetched ahead; what is reduced, and what waits for it."""
         stay = self.staged or self.candidate.shard_level < 3
-        earlier, later = [u for u in units if u < number], [u for u in units if u > number]
-        own = self.unit[number]
-        reduces = not self.accumulates or (micro == self.candidate.accumulation - 1 and not self.staged)
-        gone = later if stay and micro == self.candidate.accumulation - 1 and not self.staged else []
-        gathered = self.whole[ROOT] + (
-            sum(self.whole[u] for u in units if u not in gone) if stay else self.whole[own] * (own != ROOT)
-        )
-        ahead = self.whole[earlier[-1]] if earlier and not stay else 0.0
-        sending = self.sent[later[0]] if later and reduces else 0.0
+        own, last = self.unit[number], micro == self.candidate.accumulation - 1
+        reduces = not self.accumulates or (last and not self.staged)
+        here = self.whole[own] * (own != ROOT)
+        if stay:
+            here = self.wholes.upto(number) if last and not self.staged else self.wholes.all
+        gathered = self.whole[ROOT] + here
+        earlier, later = bisect_left(self.units, number), bisect_right(self.units, number)
+        ahead = self.whole[self.units[earlier - 1]] if earlier and not stay else 0.0
+        sending = self.sent[self.units[later]] if later < len(self.units) and reduces else 0.0
+        reduced = self.mines.after(number) if reduces else 0.0
         if not micro or not self.accumulates:
             shards = self.gradients if micro else 0.0
-            done = self.root_made(number) + (shards or sum(self.mine[u] for u in later if reduces))
-            done += 0.0 if reduces else sum(self.made[u] for u in later)
+            done = self.root_made(number) + (shards or reduced)
+            done += 0.0 if reduces else self.mades.after(number)
             return Held(gathered, done, ahead + sending, True)
-        waiting = sum(self.made.values()) - sum(self.made[u] for u in later if reduces)
-        return Held(gathered, waiting + sum(self.mine[u] for u in later if reduces), ahead + sending)
+        waiting = self.all_made - (self.mades.after(number) if reduces else 0.0)
+        return Held(gathered, waiting + reduced, ahead + sending)
 
     def root_made(self, number: int) -> float:
         """Whole gradients of the root's weights in blocks after this one, whose backward is over."""
-        names = {w.name: w.numel * w.trains for n in self.order if n > number for w in self.blocks[n].weights}
-        early = {w.name for n in self.order if n <= number for w in self.blocks[n].weights}
-        root = {weight.name for weight, unit in self.held if unit == ROOT}
-        return sum(numel for name, numel in names.items() if name in root - early) * self.states.gradient
+        return sum(numel for first, numel in self._root if first > number) * self.states.gradient
+
+    @cached_property
+    def _root(self) -> list[tuple[int, int]]:
+        """Of each of the root's weights the first block that reads it, and how many trained numbers it has."""
+        first: dict[str, int] = {}
+        for number in self.order:
+            for weight in self.blocks[number].weights:
+                first.setdefault(weight.name, number)
+        return [(first[weight.name], weight.numel * weight.trains) for weight, unit in self.held if unit == ROOT]
 
     def reducing(self, number: int, micro: int) -> Held | None:
         """At the end of a block's backward, where its gradients are copied and sent; None where they are not."""
@@ -148,11 +191,12 @@ class Sharded:
         last = micro == self.candidate.accumulation - 1
         if self.shards == 1 or self.staged or (own == ROOT and number) or (self.accumulates and not last):
             return None
-        now = self._backward(number, [unit for unit in self.whole if unit != ROOT], micro)
+        now = self._backward(number, micro)
         unit = own if own != ROOT else ROOT
         new = 0.0 if self.accumulates and micro else self.made[unit] - (self.root_made(number) if own == ROOT else 0.0)
         reshards = last or self.candidate.shard_level == 3
-        buffers = now.buffers - (self.sent[min(u for u in self.sent if u > number)] if self.has_later(number) else 0.0)
+        later = bisect_right(self.units, number)
+        buffers = now.buffers - (self.sent[self.units[later]] if later < len(self.units) else 0.0)
         return Held(
             now.gathered - self.whole[unit] * reshards, now.gradients + new, buffers + self.sent[unit] + self.mine[unit]
         )
@@ -161,10 +205,6 @@ class Sharded:
         """Bytes of the gradients of some blocks' weights."""
         weights = {w.name: w.numel for n in numbers for w in self.blocks[n].weights if w.trains}
         return sum(weights.values()) * self.states.gradient
-
-    def has_later(self, number: int) -> bool:
-        """Whether a unit comes after a block."""
-        return any(unit > number for unit in self.whole)
 
     def updating(self) -> Held:
         """While the optimizer runs."""

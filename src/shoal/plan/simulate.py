@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, get_args
 
 from shoal.core.errors import ConfigError
 from shoal.plan.ranks import stage_rank
-from shoal.plan.schedule import Action, Overlap, action_lists
+from shoal.plan.schedule import Action, Kind, Overlap, action_lists
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class StageTime(NamedTuple):
@@ -44,6 +47,29 @@ class Played(NamedTuple):
         return self.makespan - max(self.busy)
 
 
+class _Step(NamedTuple):
+    """An action as numbers, so that thousands are played soon. ``length``: of its seconds in a table of kinds by stage.
+    ``needs``: slot of what must have arrived from another stage, ``gives``: slot of what it sends, ``link``: from one
+    rank to another, ``send``: the stage whose transfer that is; -1: none."""
+
+    rank: int
+    length: int
+    needs: int
+    gives: int
+    link: int
+    send: int
+
+
+class _Order(NamedTuple):
+    """All actions of a schedule, each after what it needs: whatever the times are, one such order tells them all."""
+
+    actions: tuple[Action, ...]
+    steps: tuple[_Step, ...]
+    chunks: tuple[int, ...]
+    slots: int
+    links: int
+
+
 def play(
     schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime], sharing: float = 1.0
 ) -> Played:
@@ -53,36 +79,121 @@ def play(
     A forward waits for that of the stage before, a backward for that of the stage after and for its own forward, the
     weights' half for the inputs'. Raises ConfigError where the numbers break the schedule's rules.
     """
+    _check(pipeline, chunks, times)
+    if sharing > 1:
+        return _play_shared(schedule, pipeline, chunks, micro_batches, times, sharing)
+    order = _order(schedule, pipeline, chunks, micro_batches)
+    starts, ends = _moments(order, pipeline, times)
+    busy = [0.0] * pipeline
+    events = []
+    for step, action, start, end in zip(order.steps, order.actions, starts, ends, strict=True):
+        busy[step.rank] += end - start
+        events.append(Event(step.rank, action, start, end))
+    return Played(max(ends), tuple(busy), order.chunks, tuple(events))
+
+
+def makespan_s(
+    schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime], sharing: float = 1.0
+) -> float:
+    """Seconds of the whole step alone; arguments and errors as of ``play``."""
+    _check(pipeline, chunks, times)
+    if sharing > 1:
+        return _play_shared(schedule, pipeline, chunks, micro_batches, times, sharing).makespan
+    return max(_moments(_order(schedule, pipeline, chunks, micro_batches), pipeline, times)[1])
+
+
+def _check(pipeline: int, chunks: int, times: Sequence[StageTime]) -> None:
     if len(times) != pipeline * chunks:
         raise ConfigError(
             f"{len(times)} stage times for pipeline={pipeline} x {chunks} chunks; give {pipeline * chunks}"
         )
+
+
+def _moments(order: _Order, pipeline: int, times: Sequence[StageTime]) -> tuple[list[float], list[float]]:
+    """When each of an order's steps starts and ends. What one rank sends to another goes one after the other: the link
+    is busy for as long as each takes."""
+    lengths = [seconds for time in times for seconds in _lengths(time)]
+    sends = [time.send for time in times]
+    at, arrived, free = [0.0] * pipeline, [0.0] * order.slots, [0.0] * order.links
+    starts, ends = [], []
+    for rank, length, needs, gives, link, send in order.steps:
+        start = at[rank]
+        if needs >= 0 and arrived[needs] > start:
+            start = arrived[needs]
+        end = at[rank] = start + lengths[length]
+        starts.append(start)
+        ends.append(end)
+        if link >= 0:
+            free[link] = arrived[gives] = (end if end > free[link] else free[link]) + sends[send]
+        elif gives >= 0:
+            arrived[gives] = end
+    return starts, ends
+
+
+def _lengths(time: StageTime) -> tuple[float, float, float, float]:
+    """Seconds of each kind, in the order of KINDS."""
+    return time.forward, time.backward, time.backward - time.weights, time.weights
+
+
+@lru_cache(maxsize=32)  # searches price one order with many times
+def _order(schedule: str, pipeline: int, chunks: int, micro_batches: int) -> _Order:
+    """An order for the lists. Raises ConfigError where there is none, or the numbers break the schedule's rules."""
     lists = [[_parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
-    place = [stage_rank(schedule, stage, pipeline, chunks) for stage in range(len(times))]
-    progress = _Progress(times, place)
-    if sharing > 1:
-        return _play_shared(lists, progress, sharing)
-    at, index, busy = [0.0] * pipeline, [0] * pipeline, [0.0] * pipeline
-    events: list[Event] = []
-    left = sum(map(len, lists))
+    numbered = _Numbered(schedule, pipeline, chunks, micro_batches)
+    index, left = [0] * pipeline, sum(map(len, lists))
+    actions, steps = [], []
     while left:
         before = left
-        for rank, actions in enumerate(lists):
-            while index[rank] < len(actions):
-                ready = [progress.ready(action) for action in actions[index[rank]]]
-                if any(moment is None for moment in ready):
-                    break
-                for action, moment in zip(actions[index[rank]], ready, strict=True):
-                    start = max(at[rank], moment or 0.0)
-                    at[rank] = start + _length(action, times)
-                    busy[rank] += at[rank] - start
-                    progress.finish(action, at[rank])
-                    events.append(Event(rank, action, start, at[rank]))
-                index[rank] += 1
-                left -= 1
+        for rank, items in enumerate(lists):
+            at = index[rank]
+            while at < len(items) and all(map(numbered.ready, items[at])):
+                for action in items[at]:
+                    actions.append(action)
+                    steps.append(numbered.step(rank, action))
+                at += 1
+            left -= at - index[rank]
+            index[rank] = at
         if left == before:
             raise ConfigError(f"schedule {schedule} waits for itself; use another schedule")
-    return Played(max(at), tuple(busy), _in_flight(lists), tuple(events))
+    return _Order(tuple(actions), tuple(steps), _in_flight(lists), 2 * numbered.size, len(numbered.links))
+
+
+class _Numbered:
+    """Which (half, stage, micro-batch) are done while an order is made, and their numbers."""
+
+    def __init__(self, schedule: str, pipeline: int, chunks: int, micro_batches: int) -> None:
+        self.stages, self.micro_batches = pipeline * chunks, micro_batches
+        self.place = [stage_rank(schedule, stage, pipeline, chunks) for stage in range(self.stages)]
+        self.size = self.stages * micro_batches
+        self.done = bytearray(2 * self.size)  # forwards, then the inputs' halves of backwards
+        self.links: dict[tuple[int, int], int] = {}
+
+    def ready(self, action: Action) -> bool:
+        """Whether all is done that the action needs."""
+        own, done = action.stage * self.micro_batches + action.micro, self.done
+        if action.kind == "F":
+            return action.stage == 0 or bool(done[own - self.micro_batches])
+        if action.kind == "W":
+            return bool(done[self.size + own])
+        return bool(done[own] and (action.stage == self.stages - 1 or done[self.size + own + self.micro_batches]))
+
+    def step(self, rank: int, action: Action) -> _Step:
+        """An action that is done next. What it needs of its own stage its rank did before it."""
+        stage, kind = action.stage, action.kind
+        own, forward = stage * self.micro_batches + action.micro, kind == "F"
+        length = len(KINDS) * stage + KINDS.index(kind)
+        if kind == "W":
+            return _Step(rank, length, -1, -1, -1, -1)
+        gives = own if forward else self.size + own
+        self.done[gives] = True
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        away = self.micro_batches * (source - stage)
+        needs = gives + away if 0 <= source < self.stages else -1
+        if not 0 <= target < self.stages:
+            return _Step(rank, length, needs, -1, -1, -1)
+        ends = self.place[stage], self.place[target]
+        link = -1 if ends[0] == ends[1] else self.links.setdefault(ends, len(self.links))
+        return _Step(rank, length, needs, gives, link, min(stage, target))
 
 
 class _Progress:
@@ -130,8 +241,12 @@ class _Running(NamedTuple):
     left: float
 
 
-def _play_shared(lists: list[list[tuple[Action, ...]]], progress: _Progress, sharing: float) -> Played:
+def _play_shared(
+    schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime], sharing: float
+) -> Played:
     """Ranks take turns on processors: with k of p computing, each is as fast as p / k, up to ``sharing``, ranks."""
+    lists = [[_parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
+    progress = _Progress(times, [stage_rank(schedule, stage, pipeline, chunks) for stage in range(len(times))])
     queues = [deque(action for item in actions for action in item) for actions in lists]
     running: list[_Running | None] = [None] * len(lists)
     busy, events, now = [0.0] * len(lists), [], 0.0
@@ -166,8 +281,7 @@ def _parts(item: Action | Overlap) -> tuple[Action, ...]:
 
 
 def _length(action: Action, times: Sequence[StageTime]) -> float:
-    time = times[action.stage]
-    return {"F": time.forward, "B": time.backward, "I": time.backward - time.weights, "W": time.weights}[action.kind]
+    return _lengths(times[action.stage])[KINDS.index(action.kind)]
 
 
 def _in_flight(lists: list[list[tuple[Action, ...]]]) -> tuple[int, ...]:

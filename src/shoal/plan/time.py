@@ -19,7 +19,7 @@ from shoal.plan.collectives import Span, over, span
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
-from shoal.plan.simulate import Event, StageTime, closed_form, play
+from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
@@ -229,7 +229,7 @@ class Prices:
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
         if key not in self._plays:  # the same for every way to hold the weights
-            self._plays[key] = play(*shape, times, self.cluster.device.sharing).makespan
+            self._plays[key] = makespan_s(*shape, times, self.cluster.device.sharing)
         return self._plays[key]
 
     def _pipeline(self, candidate: Candidate, works: list[Work]) -> tuple[tuple[str, int, int, int], list[StageTime]]:

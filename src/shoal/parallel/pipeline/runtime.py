@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining._utils import _TensorMeta
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import RECV_B, RECV_F, _Action, _add_send_recv, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from shoal.parallel.pipeline.chunks import Call, Chunk
@@ -115,7 +115,7 @@ class Pipeline:
     def __init__(
         self, chunks: Sequence[Chunk], stages: int, schedule: str, device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        self.schedule, self.group, self.stage_count = schedule, group, stages
+        self.schedule, self.group, self.stage_count, self.device = schedule, group, stages, device
         self.ranks = dist.get_world_size(group)
         self.stages = [Stage(chunk, stages, device, group) for chunk in chunks]
         self._runtimes: dict[tuple[int, bool], _PipelineScheduleRuntime] = {}
@@ -163,6 +163,10 @@ class Pipeline:
                 made.pipeline_order_with_comms = _add_send_recv(
                     lists, made.stage_index_to_group_rank.__getitem__, self.stage_count
                 )
+            if self.device.type == "cpu":
+                made.pipeline_order_with_comms = {
+                    rank: _received_first(actions) for rank, actions in made.pipeline_order_with_comms.items()
+                }
             self._runtimes[key] = made
         runtime = self._runtimes[key]
         for stage in self.stages:
@@ -176,6 +180,17 @@ class Pipeline:
         placed = action_lists(self.schedule, self.ranks, per_rank, self.least(count))
         mine = [sorted({a.stage for a in _flat(actions)}) for actions in placed]
         return [[Action(stage, "F", micro) for micro in range(count) for stage in stages] for stages in mine]
+
+
+def _received_first(actions: Sequence[_Action]) -> list[_Action]:
+    """All receives, in their order, before the rest.
+
+    Gloo sends once the receiver has said that it is ready, in the stream in which it sends itself: behind a forward's
+    values on a slow link, so that gradients would only start to come back when these have gone. The buffers are there
+    anyway. (NCCL runs what goes between two ranks in turn: a receive that is posted early would hold up the sends.)
+    """
+    early = [action for action in actions if action.computation_type in (RECV_F, RECV_B)]
+    return [*early, *(action for action in actions if action.computation_type not in (RECV_F, RECV_B))]
 
 
 def _flat(actions: Sequence[Action | Overlap]) -> list[Action]:
