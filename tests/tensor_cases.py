@@ -61,6 +61,31 @@ class EncoderDecoder(nn.Module):
         return self.both(source, target, tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=padding)
 
 
+class Experts(nn.Module):
+    """Experts with stacked weights: picked for each row, and all of them in einsums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"both": (4, 24, 16), "down": (4, 16, 12), "up": (4, 16, 12), "back": (4, 12, 16), "last": (16, 9)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape) / 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores; x: [B, D]."""
+        picked = x.detach().argmax(-1) % 4
+        gate, up = torch.bmm(self.both[picked], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        x = x + torch.bmm(self.down[picked], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        inner = F.gelu(torch.einsum("bd,edh->beh", x, self.up))
+        x = x + torch.einsum("beh,ehd,be->bd", inner, self.back, x[:, :4].softmax(-1))
+        return x @ self.last
+
+
+def convolutions() -> nn.Module:
+    """Images, four groups of channels, and classes at each place."""
+    inner = nn.Sequential(nn.Conv2d(1, 12, 3, stride=2), nn.GroupNorm(4, 12), nn.SiLU(), nn.Conv2d(12, 8, 3, padding=1))
+    return nn.Sequential(inner, nn.Flatten(2), nn.Conv1d(8, 16, 1), nn.ReLU(), nn.Conv1d(16, 9, 1, bias=False))
+
+
 def sequences() -> dict[str, Any]:
     """Two sequences of vectors."""
     generator = torch.Generator().manual_seed(1)
@@ -76,6 +101,12 @@ OWN = {
     ),
     "torch's transformer": Case(EncoderDecoder, sequences, cross_entropy),
     "vit": Case(ViT, lambda: images("images"), cross_entropy),
+}
+
+#: Of no sequence's positions.
+WITHOUT_POSITIONS = {
+    "experts": Case(Experts, lambda: {"x": sequences()["source"][0, :, :16]}, cross_entropy),
+    "convolutions": Case(convolutions, lambda: {"input": images("pixel_values")["pixel_values"]}, cross_entropy),
 }
 
 #: family -> (model class, configuration class, its settings, inputs)

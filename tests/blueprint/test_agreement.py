@@ -24,10 +24,7 @@ FAMILIES = {
     "Qwen2": ({}, {}),
     "Qwen3": ({}, {}),
     "Mistral": ({}, {}),
-    "Mixtral": (
-        EXPERTS,
-        dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), "the weight of no layer that can be"),
-    ),
+    "Mixtral": (EXPERTS, {}),
     "Olmo": ({}, {}),
     # its norms are over all heads' queries: the plan gathers them, here they are whole from the start
     "Olmo2": ({}, dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), "mean works along the split dimension")),

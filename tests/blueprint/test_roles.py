@@ -94,6 +94,84 @@ def test_key_value_heads_that_do_not_divide_stay_whole_and_queries_are_split():
     assert found.role[layer + "o_proj.weight"] == Role("row", Split(1, (48,)))
 
 
+class Experts(nn.Module):
+    """Stacked weights, of which each row's own are picked; ``left``: they stand on the left of the product."""
+
+    def __init__(self, left: bool):
+        super().__init__()
+        self.left = left
+        sizes = ((4, 24, 8), (4, 8, 12)) if left else ((4, 8, 24), (4, 12, 8))
+        self.both, self.down = (nn.Parameter(torch.randn(*size)) for size in sizes)
+
+    def product(self, x, weight):
+        return (weight @ x.unsqueeze(-1)).squeeze(-1) if self.left else torch.bmm(x.unsqueeze(1), weight).squeeze(1)
+
+    def forward(self, x):
+        picked = x.argmax(-1) % 4
+        gate, up = self.product(x, self.both[picked]).chunk(2, -1)
+        return self.product(F.silu(gate) * up, self.down[picked])
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_stacked_weights_of_experts_are_divided_inside_of_each(left):
+    found = derived(Experts(left), torch.rand(6, 8))
+    dim = 1 if left else 2
+    assert found.role["both"] == Role("packed column", Split(dim, (12, 12)))
+    assert found.role["down"] == Role("row", Split(3 - dim, (12,)))
+
+
+class Factors(nn.Module):
+    """Experts in einsums, and a weight that is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12)), nn.Parameter(torch.randn(4, 12, 8))
+        self.first, self.last = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(8, 12))
+
+    def forward(self, x):
+        inner = F.gelu(torch.einsum("btd,edh->bteh", x, self.up))
+        x = torch.einsum("bteh,ehd,bte->btd", inner, self.down, x[..., :4])
+        return F.linear(F.linear(x, self.first.float().to(x.dtype)).relu(), self.last)
+
+
+def test_einsums_and_weights_that_are_cast_are_layers():
+    found = derived(Factors().double(), torch.rand(2, 3, 8).double())
+    assert found.role["up"] == Role("column", Split(2, (12,))) and found.role["down"] == Role("row", Split(1, (12,)))
+    assert found.role["first"] == Role("column", Split(0, (12,))) and found.role["last"] == Role("row", Split(1, (12,)))
+
+
+def test_a_weight_is_not_divided_in_two_ways():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.square(self.square(x).relu())
+
+    found = derived(Twice(), torch.rand(2, 8))
+    assert found.role["square.weight"].split is None
+    assert "square.weight is a column layer's too, and divided in another way there" in found.reasons["square.weight"]
+
+
+def convolutions(groups=4, inner=12):
+    return nn.Sequential(
+        nn.Conv2d(3, inner, 3), nn.GroupNorm(groups, inner), nn.SiLU(), nn.Conv2d(inner, 8, 3, padding=1)
+    )
+
+
+def test_convolutions_are_divided_by_channels_and_whole_groups_of_a_norm():
+    found = derived(convolutions(), torch.rand(2, 3, 8, 8))
+    assert found.role["0.weight"] == found.role["0.bias"] == Role("column", Split(0, (12,)))
+    assert found.role["3.weight"] == Role("row", Split(1, (12,))) and found.role["3.bias"].split is None
+    found = derived(convolutions(groups=3), torch.rand(2, 3, 8, 8))
+    assert found.role["0.weight"] == Role("column", Split(0, (3,), 4))
+    found = derived(convolutions(groups=1), torch.rand(2, 3, 8, 8))
+    assert found.role["0.weight"].split is None and "1 groups cannot be divided among 2" in found.reasons["0.weight"]
+    found = derived(nn.Sequential(nn.Conv1d(8, 16, 3), nn.ReLU(), nn.Conv1d(16, 8, 3, groups=2)), torch.rand(2, 8, 8))
+    assert found.role["0.weight"].split is None and "a convolution in groups" in found.reasons["0.weight"]
+
+
 class Between(nn.Module):
     """Two layers and what stands between them."""
 

@@ -119,6 +119,35 @@ def test_tracing_computes_nothing_and_changes_nothing():
     assert trace(nn.Linear(4, 2, device="meta"), (torch.ones(3, 4),), {}, 3).flops() == 2 * 3 * 4 * 2
 
 
+class Remembering(nn.Module):
+    """Counts its forwards, keeps a state, a list of what it saw, and a table that it makes when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.state, self.seen = nn.Linear(4, 4), 0, None, ["none"]
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.table = torch.ones(4)
+        x = self.linear(x) * self.table + (0 if self.state is None else self.state)
+        self.calls += 1
+        self.state = x.detach().mean(0)
+        self.seen.append(self.state)
+        return x
+
+
+def test_tracing_leaves_what_modules_keep_between_forwards_as_it_was():
+    """A counter was one ahead under layouts that are traced, and a kept state was a tensor without data."""
+    model = nn.Sequential(Remembering(), nn.Linear(4, 4))
+    trace(model, (torch.ones(3, 4),), {}, 3)
+    assert (model[0].calls, model[0].state, model[0].seen) == (0, None, ["none"]) and not hasattr(model[0], "table")
+    first = model(torch.ones(3, 4))
+    state, seen = model[0].state, model[0].seen
+    trace(model, (torch.ones(3, 4),), {}, 3)
+    assert model[0].calls == 1 and model[0].state is state and model[0].seen is seen and len(seen) == 2
+    assert not torch.equal(model(torch.ones(3, 4)), first), "it adds its state"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_module_that_stands_at_two_paths_gets_its_own_tensors_back(fails):
     """They stayed fake ones: the model could not be run any more."""
@@ -135,6 +164,28 @@ def test_a_module_that_stands_at_two_paths_gets_its_own_tensors_back(fails):
     assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], before, strict=True))
     trace(nn.Sequential(block, nn.ReLU(), block), (torch.ones(3, 4),), {}, 3)
     assert block[0].weight is before[0]
+
+
+class Listing(nn.Module):
+    """Reads its parameters from lists of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4))
+        self.every = [(self.up, "relu"), (self.down, "tanh")]
+
+    def forward(self, x):
+        for weight, name in self.every:
+            x = getattr(x @ weight, name)()
+        return x
+
+
+def test_parameters_that_a_module_lists_beside_are_replaced_there_too():
+    model = Listing().to("meta")
+    model.every = [(model.up, "relu"), (model.down, "tanh")]
+    every = model.every
+    assert [of.parameters for of in trace(model, (torch.ones(3, 4),), {}, 3).operations] == [("up",), (), ("down",), ()]
+    assert model.every is every and every[0][0] is model.up
 
 
 def test_a_model_that_needs_its_values_is_refused_with_the_module():

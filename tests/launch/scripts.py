@@ -31,6 +31,7 @@ def entry(case: str, out: Path, world: World) -> int:
     join(world, "cpu", debug_collectives=case == "mixed")
     if case == "mixed":
         return mixed(world)
+    begin(case, world)
     beats = open_beats(out, world)
     beats.beat(0, "start")
     for step in range(300 if case == "long" else 3):
@@ -50,6 +51,17 @@ def entry(case: str, out: Path, world: World) -> int:
     dist.all_reduce(total)
     print(f"sum={total[0, 0].item():.0f}", flush=True)
     return 0
+
+
+def begin(case: str, world: World) -> None:
+    """What a rank does before it first tells of itself, while the others wait for it."""
+    if case == "unbegun" and world.rank == 1:
+        time.sleep(600)
+    until_s = time.process_time() + 3
+    while case == "slow" and world.rank == 1 and time.process_time() < until_s:
+        pass
+    if case in ("unbegun", "slow"):
+        dist.all_reduce(torch.ones(1))
 
 
 def mixed(world: World) -> int:
@@ -100,7 +112,8 @@ def main() -> int:
     case, out, workers, restarts = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     port = int(sys.argv[5]) if len(sys.argv) > 5 else None
     print(f"launcher={os.getpid()}", flush=True)
-    watch = Watch(least_s=1.0, pause_s=2.0 if case == "unborn" else 30.0, stacks_s=0.5)
+    start_s = {"unborn": 2.0, "unbegun": 2.0, "slow": 1.0}.get(case, 30.0)
+    watch = Watch(least_s=1.0, pause_s=30.0, start_s=start_s, stacks_s=0.5)
     if case == "unborn":  # as a fork that waits for a thread which its parent had
         register = worker.register_stacks
         worker.register_stacks = lambda folder, rank: time.sleep(600) if rank == 1 else register(folder, rank)

@@ -135,6 +135,13 @@ def test_settings_that_name_a_layout_are_left_alone(tmp_path: Path, known: dict,
     assert decide(Wide(), settings(tmp_path), 1).lines == ()
 
 
+def test_a_run_that_compiles_is_replicated(tmp_path: Path, known: dict) -> None:
+    known["cluster"] = machine(link=2e6)  # where another layout would be taken
+    found = decide(Wide(width=256), settings(tmp_path, compile=True), 2)
+    assert found.settings.plan is None
+    assert found.lines == ("layout: replicate=2, plain data parallel", "why: --compile goes with no other")
+
+
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_change(tmp_path: Path, known: dict) -> None:
     known["cluster"] = machine(memory=1e5)
     with pytest.raises(

@@ -139,6 +139,18 @@ def test_a_request_that_comes_more_than_once_at_once_is_one(tmp_path):
     assert code == 75 and stdout.count("saved by") == 2, stderr
 
 
+def test_a_run_that_was_stopped_whole_goes_on(tmp_path):
+    """A machine that sleeps, a frozen container: the time in which the launcher stood still counts for nobody."""
+    process = start("long", tmp_path)
+    everyone = [process.pid, *pids(until(process, "step"))]
+    for number, wait_s in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0.7), (signal.SIGTERM, 0.0)):
+        for pid in everyone if number != signal.SIGTERM else everyone[:1]:
+            os.kill(pid, number)
+        time.sleep(wait_s)
+    code, _, stderr = finish(process, tmp_path)
+    assert code == 75, stderr
+
+
 def test_workers_end_soon_after_their_launcher_was_killed(tmp_path):
     process = start("long", tmp_path)
     found = pids(until(process, "step"))
@@ -199,7 +211,20 @@ def test_workers_are_forks_of_a_process_without_other_threads(tmp_path):
 def test_a_rank_that_never_begins_is_named(tmp_path):
     code, _, stderr = run("unborn", tmp_path, 2)
     assert code == 1
-    assert stderr.splitlines()[-1] == "error: rank 1 did not begin in 2 s after the process was made; start again"
+    assert stderr.splitlines()[-1] == "error: rank 1 did not begin, and no rank computed in 2 s; start again"
+
+
+def test_a_rank_that_stands_still_before_it_tells_of_itself_is_named_with_every_stack(tmp_path):
+    code, _, stderr = run("unbegun", tmp_path, 3)
+    assert code == 1
+    assert "error: rank 1 stopped moving: no progress for 2 s (deadline 2 s, in which no rank computed)" in stderr
+    assert stderr.count("has not begun") == 3 and all(f"rank {rank}'s stack:" in stderr for rank in range(3))
+    assert "in begin" in stderr.partition("rank 1's stack:")[2].partition("rank 2's stack:")[0]
+
+
+def test_a_start_that_takes_long_is_left_alone_as_long_as_a_rank_computes(tmp_path):
+    code, stdout, stderr = run("slow", tmp_path, 2)
+    assert code == 0 and stdout.count("sum=3") == 2, stderr
 
 
 def test_a_frozen_process_is_named_and_does_not_hold_up_the_end(tmp_path):

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, LaunchError
+from shoal.engine.resolve import resolve
+from shoal.engine.settings import RunSettings
 from shoal.launch import local, worker
 from shoal.launch.watch import Overdue, Slot, describe
 from shoal.launch.world import World
@@ -40,6 +42,15 @@ def test_what_cannot_be_started_is_refused_with_what_to_change(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=said):
         refused(tmp_path, **asked)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "tensor=2", "pipeline=2", "replicate=2,shard=2"])
+def test_compile_is_refused_where_a_layout_divides_the_model(mesh):
+    """torch's compiler broke on each of them, in four ways, in the first step."""
+    said = f"--compile was asked for under {mesh.rpartition(',')[2]}, but torch.compile takes no .* leave --compile out"
+    with pytest.raises(ConfigError, match=said):
+        resolve(RunSettings(mesh=mesh, compile=True), 2 if "," not in mesh else 4)
+    assert resolve(RunSettings(mesh="replicate=2", compile=True), 2).mesh.size == 2
 
 
 def test_a_thread_that_is_not_the_main_one_cannot_start_workers(tmp_path):

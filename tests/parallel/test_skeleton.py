@@ -215,9 +215,15 @@ def into_data(hidden: Tensor, x: Tensor) -> Tensor:
     return copied
 
 
+def added_to_data(hidden: Tensor, x: Tensor) -> Tensor:
+    """As a running mean in a buffer of the model's own is."""
+    return hidden + x.clone().mul_(0.9).add_(hidden.detach())
+
+
 @pytest.mark.parametrize(
     ("middle", "text"),
     [
+        (added_to_data, r"add_ writes a value that depends on weights into one that does not"),
         (by_value, r"torch.Tensor.__bool__ cannot run without its data, .* use a layout without a pipeline"),
         (by_view, r"overwrites a tensor between blocks that another, read later, is a view of"),
         (into_data, r"writes a value that depends on weights into one that does not"),
@@ -237,6 +243,32 @@ def test_another_path_for_the_same_shapes_is_refused():
     recording = skeleton.record((torch.ones(2, 3),), {})
     with pytest.raises(ModelError, match=r"came to torch.Tensor.tanh where it came to torch.Tensor.relu when"):
         skeleton.run(recording, range(len(recording.events)), {}, (-torch.ones(2, 3),), {})
+
+
+class Carrying(Shaped):
+    """Keeps a value from one forward to the next; ``reads``: and adds it."""
+
+    def __init__(self, reads: bool, buffer: bool = False) -> None:
+        super().__init__(lambda hidden, x: hidden.relu())
+        self.reads = reads
+        if buffer:
+            self.register_buffer("state", torch.zeros(3))
+        else:
+            self.state = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x), x)
+        hidden = hidden + self.state if self.reads else hidden
+        self.state = hidden.detach().mean(0)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_value_of_the_models_that_the_next_forward_reads_is_refused_by_name(buffer):
+    """A stage that had left the forward before went on with the first one."""
+    with pytest.raises(ModelError, match="the model keeps 'state', which depends on weights, from one forward to the"):
+        Skeleton(Carrying(True, buffer), torch.device("cpu")).record((torch.ones(2, 3),), {})
+    assert Skeleton(Carrying(False, buffer), torch.device("cpu")).record((torch.ones(2, 3),), {}).events
 
 
 def test_cuts_that_name_nothing_or_go_backwards_are_refused():

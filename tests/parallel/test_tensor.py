@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.harness import RankFailed, run_ranks
-from tests.tensor_cases import FAMILIES, OWN, SIZES, cross_entropy, family, ids, llama
+from tests.tensor_cases import FAMILIES, OWN, SIZES, WITHOUT_POSITIONS, cross_entropy, family, ids, llama
 from tests.tensor_training import Case, built, error, found_roles, full_tensor, hold, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,9 +45,9 @@ def divided(case: Case, degree: int, overrides: dict[str, str] | None = None) ->
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", list(OWN))
+@pytest.mark.parametrize("name", [*OWN, *WITHOUT_POSITIONS])
 def test_our_models_train_as_on_one_process(name, degree):
-    _, share, gathers = hold(OWN[name], degree)
+    _, share, gathers = hold({**OWN, **WITHOUT_POSITIONS}[name], degree)
     assert share > 0.85
     assert not gathers
 

@@ -51,7 +51,7 @@ def record(
         }  # fmt: skip
         (folder / f"step-1-rank-{rank}.json").write_text(json.dumps(row))
         names = [{"name": name, "module": module} for name, module in MODULES.items()]
-        end = {"names": names, "steps": 1, "keyed": False, "off": [], "lifted": False, "notes": []}
+        end = {"names": names, "steps": 1, "keyed": False, "off": [], "lifted": False, "carried": [], "notes": []}
         (folder / f"rank-{rank}.json").write_text(json.dumps(end))
     return Recording(folder)
 

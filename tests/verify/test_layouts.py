@@ -76,12 +76,14 @@ def test_an_untied_weight_is_found_and_named() -> None:
     assert "not reduced: ranks 0, 1" in found.reason
 
 
-def test_a_missing_sum_of_key_value_gradients_is_found() -> None:
+def test_a_missing_sum_of_key_value_gradients_is_found_and_named() -> None:
     """Query heads on several ranks share a key-value head: its gradient is the sum over them."""
     assert verify("tensor=2", fields={"grouped": True}).ok
     found = wrong("missing-key-value-sum", "tensor=2", fields={"grouped": True})
     assert found.first_difference == "step 1: gradient of 'tokens.weight'" and found.max_rel_loss < 1e-10
     assert found.max_rel_grad > 0.1
+    assert "nearest to where backward goes wrong, 'blocks.1.attention.kv." in found.reason
+    assert "whose sum is right; a sum over tensor is missing" in found.reason
 
 
 def test_a_bias_added_twice_is_found_and_named() -> None:
@@ -108,6 +110,21 @@ def test_the_halved_gradient_is_found_in_low_precision_too_and_rounding_is_not()
     assert report.ok and 1e-9 < report.layouts[0].max_rel_grad < 1e-3
     assert any("by moving each weight of the one-device run by 1.2e-07" in note for note in report.notes)
     assert any("6 times what that changed is allowed" in note for note in report.notes)
+
+
+def test_what_a_model_keeps_between_forwards_is_named_where_data_ranks_make_it_of_other_samples() -> None:
+    report = verify(["replicate=2", "pipeline=2"], fields={"running": True})
+    found, other = report.layouts
+    assert (found.status, other.status) == ("different", "equal")
+    assert (
+        "the model keeps 'blocks.0.norm_feed.mean' from one forward to the next, which each data rank" in found.reason
+    )
+
+
+def test_a_forward_that_takes_another_path_in_a_stage_is_refused_with_the_engines_own_words() -> None:
+    """torch's schedule said instead that a stage had failed, and printed all that it was given."""
+    (found,) = verify("pipeline=2", fields={"alternating": True}).layouts
+    assert found.status == "refused" and found.reason.startswith("the model's forward came to")
 
 
 def test_rounding_that_adam_makes_large_is_told_from_a_tiny_mistake() -> None:

@@ -60,7 +60,7 @@ def reasons(cells: dict[tuple[str, str], Cell]) -> str:
             found.setdefault((family, one.told), []).append(f"`{layout}`")
     told = [f"- {family}, {', '.join(layouts)}: {reason}" for (family, reason), layouts in found.items()]
     why = [f"- {family}: {reason}" for family, (_, reason) in NOT_DIVIDED.items() if any(f == family for f, _ in cells)]
-    return "\n".join(["## What the tensor axis does not divide", "", *why, "", "## Refusals", "", *told])
+    return "\n".join(["## What the tensor axis does not divide", "", *why, "", "## Refusals", "", *(told or ["None."])])
 
 
 def main() -> None:

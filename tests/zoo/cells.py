@@ -26,12 +26,9 @@ BOUND, STEPS, MICRO_BATCH = 1e-9, 3, 4
 LEAST_SHARE = 0.5  # of the weights' bytes: a tensor layout that divides less is not called split
 
 
-_CONVOLUTIONS = "convolutions are not divided over the tensor axis"
 #: What does not split, and why: family -> (status under every layout with a tensor axis, reason).
 NOT_DIVIDED = {
-    "resnet": ("whole", _CONVOLUTIONS),
-    "U-Net": ("refused", _CONVOLUTIONS),
-    "mixtral": ("whole", "the experts' weights, picked by the router's values, are not divided"),
+    "resnet": ("whole", "batch normalisation, which keeps statistics of all channels, stands between its convolutions"),
     "Fourier operator": ("whole", "Fourier layers mix along the width in an einsum of complex numbers"),
 }
 

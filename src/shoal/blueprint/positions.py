@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.calls import Call, Outcome
 from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
-from shoal.blueprint.regions import LAYERS
+from shoal.blueprint.layers import LAYERS
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split
@@ -94,15 +94,17 @@ class _Search:
         self.reasons: dict[str, str] = {}
         self.active: dict[int, Positions] = {}
         for number, name in self.sources.items():
-            found = self.positions(blueprint.operations[number].gives[0])
+            found = self.positions(name, blueprint.operations[number].gives[0])
             if isinstance(found, Positions):
                 self.active[number] = found
             else:
                 self.reasons[name] = found
         self.same_for_shared_weights()
 
-    def positions(self, value: int) -> Positions | str:
+    def positions(self, name: str, value: int) -> Positions | str:
         """Where the positions lie in a layer's output, or why they cannot be shared out."""
+        if len(self.blueprint.parameter[name].shape) != 2:
+            return "its weight is not a matrix"
         shape = self.blueprint.values[value].shape
         if len(shape) > 2:
             lead = shape[:-1]

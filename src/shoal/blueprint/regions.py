@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.blueprint.calls import Call, Outcome
-from shoal.blueprint.facts import Blueprint, Operation, Ref
+from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
+from shoal.blueprint.layers import Layer
 from shoal.blueprint.rules import LOSSES, rule
 from shoal.blueprint.split import Refusal, Seen, Split, fits
-
-#: Operations with a weight that can be divided: where input, weight and bias stand, and the weight's output dimension.
-LAYERS = {"linear": (0, 1, 2, 0), "addmm": (1, 2, 0, 1), "matmul": (0, 1, 2, 1), "mm": (0, 1, 2, 1)}
-
-TRANSPOSES = ("T", "t", "mT", "transpose")
-
-
-class Layer(NamedTuple):
-    """An operation with a weight."""
-
-    number: int
-    weight: str
-    bias: str | None
-    input: int | None
-    output_dim: int
-    outputs: int
-    transposed: int | None  # the operation that transposes the weight, where one does
-
-    def splits(self, kind: str, split: Split) -> dict[str, Split]:
-        """The splits of its parameters as a column or a row layer, of which outputs or inputs are split so."""
-        if kind == "row":
-            return {self.weight: split.on(1 - self.output_dim)}
-        return {self.weight: split.on(self.output_dim)} | ({self.bias: split.on(0)} if self.bias else {})
 
 
 class Failed(Exception):
@@ -59,18 +37,18 @@ class Trial:
         self.origin: dict[int, frozenset[int]] = {}  # the columns that a value comes from
         self.weights: dict[str, Split] = {}
         for layer, outputs in columns.values():
-            self.weights |= layer.splits("column", outputs)
+            self.weights |= layer.columns(outputs)
         self.visited: list[int] = []
-        self.transposes = {c.transposed: number for number, (c, _) in columns.items() if c.transposed is not None}
+        self.made = {c.first: number for number, (c, _) in columns.items() if c.first is not None}
 
     def run(self) -> Split:
-        """How the row's inputs are split. Raises Failed."""
+        """How the row's weight is split. Raises Failed."""
         for number, (_, outputs) in self.columns.items():
             if not fits(outputs.parts, self.degree):
                 raise self.failed(
                     f"{' + '.join(map(str, outputs.parts))} outputs cannot be divided among {self.degree}", {number}
                 )
-        seen, ended = {*self.columns, *self.transposes}, None
+        seen, ended = {*self.columns, *self.made}, None
         waiting = sorted(seen)
         while waiting:
             number = heapq.heappop(waiting)
@@ -78,7 +56,7 @@ class Trial:
                 ended = self.end()
                 continue
             operation = self.blueprint.operations[number]
-            own = number if number in self.columns else self.transposes.get(number)
+            own = number if number in self.columns else self.made.get(number)
             origin = frozenset(() if own is None else (own,)).union(
                 *(self.origin.get(value, frozenset()) for value in operation.reads)
             )
@@ -103,26 +81,30 @@ class Trial:
         return ended
 
     def end(self) -> Split:
-        """At the row layer: its input must be split along its last dimension."""
-        split = self.splits.get(self.row.input) if self.row.input is not None else None
-        shape = self.blueprint.values[self.row.input].shape if self.row.input is not None else ()
-        if split is None or split.dim != len(shape) - 1:
-            raise self.failed(
-                f"what reaches {self.row.weight} is not split along its last dimension", set(self.columns)
-            )
+        """At the row layer: what reaches it must make its results sums over the group. How its weight lies for that."""
+        row, columns = self.row, set(self.columns)
+        operation = self.blueprint.operations[row.number]
+        call = self.call(operation, row.operand)
+        try:
+            outcome = rule(call)
+        except Refusal as refusal:
+            raise self.failed(f"{operation.name} with {row.weight}: {refusal}", columns) from None
+        places = refs((operation.arguments, tuple(value for _, value in operation.keywords)))
+        lying = {ref.of: (seen.split, to) for ref, seen, to in zip(places, call.tensors, outcome.targets, strict=True)}
+        wanted = lying[row.operand][1]
+        split = wanted.on(row.dims[wanted.dim]) if outcome.partial and wanted else None
+        if split is not None and self.weights.get(row.weight, split) != split:
+            raise self.failed(f"{row.weight} is a column layer's too, and divided in another way there", columns)
+        if split is None or any(now and now != to for now, to in lying.values()):
+            raise self.failed(f"what reaches {row.weight} is not split along what it sums over", columns)
         return split
 
     def outcome(self, operation: Operation, number: int, origin: frozenset[int]) -> Outcome:
         """An operation by the rules; where it must gather, the region cannot be."""
         where = f"{operation.name} in {operation.module or 'the model'}"
         if number in self.layers and number not in self.columns:
-            layer = self.layers[number]
-            split = self.splits.get(layer.input) if layer.input is not None else None
-            raise self.failed(f"its output is read by {layer.weight} too ({split})", origin)
-        call = Call(
-            operation.name, self.seen(operation.arguments),
-            {key: self.seen(value) for key, value in operation.keywords}, self.degree, operation.in_place,
-        )  # fmt: skip
+            raise self.failed(f"its output is read by {self.layers[number].weight} too", origin)
+        call = self.call(operation)
         try:
             outcome = rule(call)
         except Refusal as refusal:
@@ -134,13 +116,19 @@ class Trial:
             raise self.failed(f"{where}: a sum over the split dimension", origin)
         return outcome
 
-    def seen(self, value: Any) -> Any:
-        """An operation's argument as the rules see it."""
+    def call(self, operation: Operation, whole: int | str | None = None) -> Call:
+        """An operation as the rules see it, with the operand ``whole`` not split."""
+        keywords = {key: self.seen(value, whole) for key, value in operation.keywords}
+        return Call(operation.name, self.seen(operation.arguments, whole), keywords, self.degree, operation.in_place)
+
+    def seen(self, value: Any, whole: int | str | None) -> Any:
         if isinstance(value, Ref):
             if isinstance(value.of, int):
-                return Seen(self.blueprint.values[value.of].shape, self.splits.get(value.of))
-            return Seen(self.blueprint.parameter[value.of].shape, self.weights.get(value.of))
-        return tuple(self.seen(part) for part in value) if isinstance(value, tuple) else value
+                shape, split = self.blueprint.values[value.of].shape, self.splits.get(value.of)
+            else:
+                shape, split = self.blueprint.parameter[value.of].shape, self.weights.get(value.of)
+            return Seen(shape, None if value.of == whole else split)
+        return tuple(self.seen(part, whole) for part in value) if isinstance(value, tuple) else value
 
     def packings(self, refusal: Refusal, origin: frozenset[int]) -> dict[int, list[Split]]:
         """Other packings for the one column that an operation refuses: blocks as they are, then other parts."""

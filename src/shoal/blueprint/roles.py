@@ -11,8 +11,9 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shoal.blueprint.facts import Blueprint, Operation, Ref
-from shoal.blueprint.regions import LAYERS, TRANSPOSES, Failed, Layer, Trial
+from shoal.blueprint.facts import Blueprint, Ref
+from shoal.blueprint.layers import Layer, layers
+from shoal.blueprint.regions import Failed, Trial
 from shoal.blueprint.rules import head_splits
 from shoal.blueprint.split import Split
 from shoal.core.errors import ConfigError, nearest
@@ -80,38 +81,13 @@ class _Search:
 
     def __init__(self, blueprint: Blueprint, degree: int) -> None:
         self.blueprint, self.degree = blueprint, degree
-        self.layers = {
-            number: layer for number, op in enumerate(blueprint.operations) if (layer := self.layer(op, number))
-        }
+        self.layers = layers(blueprint)
         self.found: dict[str, Role] = {}
         self.reasons: dict[str, str] = {}
         self.failures: dict[str, list[str]] = {}  # of trials as a column layer
         self.row_failures: dict[str, list[str]] = {}
         self.regions: list[Region] = []
         self.inside: set[int] = set()  # layers that stand in a region
-
-    def layer(self, operation: Operation, number: int) -> Layer | None:
-        """The layer that an operation is, if any."""
-        places = LAYERS.get(operation.name)
-        if places is None:
-            return None
-        given = [*operation.arguments, *(value for _, value in operation.keywords if isinstance(value, Ref))]
-        x, weight, bias = (given[place] if len(given) > place else None for place in places[:3])
-        output_dim, transposed = places[3], None
-        if isinstance(weight, Ref) and isinstance(weight.of, int) and weight.of in self.blueprint.maker:
-            transposed = self.blueprint.maker[weight.of]
-            maker = self.blueprint.operations[transposed]
-            if maker.name not in TRANSPOSES or not maker.parameters:
-                return None
-            weight, output_dim = Ref(maker.parameters[0]), 1 - output_dim
-        if not (isinstance(weight, Ref) and isinstance(weight.of, str)):
-            return None
-        shape = self.blueprint.parameter[weight.of].shape
-        if len(shape) != 2 or self.blueprint.parameter[weight.of].buffer:
-            return None
-        bias_name = self.first(bias.of) if isinstance(bias, Ref) and isinstance(bias.of, str) else None
-        source = x.of if isinstance(x, Ref) and isinstance(x.of, int) else None
-        return Layer(number, self.first(weight.of), bias_name, source, output_dim, shape[output_dim], transposed)
 
     def first(self, name: str) -> str:
         return self.blueprint.parameter[name].name
@@ -155,7 +131,7 @@ class _Search:
     def regions_of_all(self, kept: set[str]) -> None:
         """Find every region, from possible row layers in order."""
         for number, row in self.layers.items():
-            if row.weight in kept or number in self.inside or row.input is None:
+            if row.weight in kept or number in self.inside:
                 continue
             columns = [layer for layer in self.feeding(row) if layer.weight not in kept]
             if columns:
@@ -163,10 +139,10 @@ class _Search:
 
     def feeding(self, row: Layer) -> list[Layer]:
         """The layers whose outputs reach a layer's input without passing through another layer."""
-        found, seen, stack = [], set(), [row.input]
+        found, seen, stack = [], set(), list(row.inputs)
         while stack:
             value = stack.pop()
-            if value is None or value in seen or not self.blueprint.values[value].of_model:
+            if value in seen or not self.blueprint.values[value].of_model:
                 continue
             seen.add(value)
             maker = self.blueprint.maker.get(value)
@@ -194,7 +170,7 @@ class _Search:
                 {column.number: (column, outputs) for column, outputs in chosen},
             )  # fmt: skip
             try:
-                inputs = trial.run()
+                lies = trial.run()
             except Failed as failed:
                 for name in failed.weights:
                     self.failures.setdefault(name, []).append(str(failed))
@@ -209,19 +185,19 @@ class _Search:
                 continue
             size = sum(self.blueprint.parameter[column.weight].bytes for column, _ in chosen)
             if best is None or size > best[0]:
-                best = (size, (inputs, chosen, trial.visited))
+                best = (size, (lies, chosen, trial.visited))
             if len(chosen) == len(columns):
                 break
         if best is not None:
             self.accept(row, *best[1])
 
-    def accept(self, row: Layer, inputs: Split, columns: Columns, visited: list[int]) -> None:
+    def accept(self, row: Layer, lies: Split, columns: Columns, visited: list[int]) -> None:
         """Give a region's parameters their roles."""
         for column, outputs in columns:
             kind = "column" if len(outputs.parts) == 1 else "packed column"
-            self.found |= {self.first(name): Role(kind, s) for name, s in column.splits("column", outputs).items()}
+            self.found |= {self.first(name): Role(kind, s) for name, s in column.columns(outputs).items()}
             self.inside.add(column.number)
-        self.found |= {name: Role("row", split) for name, split in row.splits("row", inputs).items()}
+        self.found[row.weight] = Role("row", lies)
         self.inside.add(row.number)
         self.regions.append(Region(tuple(c.weight for c, _ in columns), row.weight, tuple(visited), row.number))
 

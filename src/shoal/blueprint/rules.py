@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.blueprint.calls import Call, Outcome, names
 from shoal.blueprint.shape_rules import SHAPE_RULES, aligned
-from shoal.blueprint.split import Refusal, Seen, Split, even, fits, simplest
+from shoal.blueprint.split import Refusal, Seen, Split, even, fits, local_size, simplest
 
 
 def rule(call: Call) -> Outcome:
@@ -176,6 +176,40 @@ def einsum(call: Call) -> Outcome:
     return Outcome(None, targets, "", None, partial=True)
 
 
+def convolution(call: Call) -> Outcome:
+    """conv1d, conv2d, conv3d of a batch: column (weight split over its outputs), row (over its inputs)."""
+    seen = call.tensors
+    x, weight = seen[0], seen[1]
+    if call.get(6, "groups", 1) != 1 or len(x.shape) != len(weight.shape):
+        raise Refusal("a convolution in groups, or without a batch")
+    if weight.split is not None and weight.split.dim == 0:
+        return Outcome(weight.split.on(1), (None, weight.split, weight.split.on(0))[: len(seen)])
+    along = weight.split or x.split
+    if along is not None and along.dim == 1:
+        return Outcome(None, (along, along, None)[: len(seen)], "row", None, partial=True)
+    if weight.split is None and x.split is not None and x.split.dim == 0:
+        return Outcome(x.split, (x.split, None, None)[: len(seen)])
+    raise Refusal("a convolution works along the split dimension")
+
+
+def group_norm(call: Call) -> Outcome:
+    """group_norm(input, groups, weight, bias): every rank its own groups of channels."""
+    seen, groups = call.tensors, call.get(1, "num_groups")
+    split = seen[0].split
+    if split is None or split.dim > 1:
+        raise Refusal("group_norm works along the split dimension, whose values lie on several ranks")
+    if split.dim == 0:
+        return Outcome(split, (split, None, None)[: len(seen)])
+    unit = split.size // groups
+    channels = [local_size(split._replace(parts=(part,)), call.degree, rank) for part in split.parts
+                for rank in range(call.degree)]  # fmt: skip
+    if any(length % unit for length in channels):
+        whole = fits(tuple(length // unit for length in split.lengths), call.degree)
+        raise Refusal(f"{groups} groups cannot be divided among {call.degree}", unit=unit if whole else None)
+    return Outcome(split, (split, split.on(0), split.on(0))[: len(seen)], "groups",
+                   local_size(split, call.degree, call.rank) // unit)  # fmt: skip
+
+
 def log_softmax(call: Call) -> Outcome:
     """log_softmax(input, dim): along the split dimension the ranks share largest value and sum."""
     first = call.tensors[0]
@@ -210,6 +244,7 @@ RULES = {
         ("linear", linear), ("matmul mm bmm", matmul), ("addmm baddbmm", added_product),
         ("multi_head_attention_forward", attention_layer),
         ("scaled_dot_product_attention", attention), ("embedding", embedding), ("einsum", einsum),
+        ("conv1d conv2d conv3d", convolution), ("group_norm", group_norm),
         ("log_softmax", log_softmax), ("cross_entropy nll_loss", class_loss),
     ),
 }  # fmt: skip

@@ -57,17 +57,53 @@ def _refilled(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
     return made
 
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside parameters, buffers, parts and hooks, by name."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+
+
+@contextlib.contextmanager
+def unchanged_attributes(model: nn.Module) -> Iterator[None]:
+    """What modules keep between forwards (counters, states, caches, lists of such) is afterwards as it was before."""
+    before = [(module, attributes(module)) for module in model.modules()]
+    inside = [
+        (value, copy.copy(value)) for _, kept in before for value in kept.values() if type(value) in (list, dict, set)
+    ]
+    try:
+        yield
+    finally:
+        for value, kept in inside:
+            value.clear()
+            value.extend(kept) if isinstance(value, list) else value.update(kept)
+        for module, kept in before:
+            for name in attributes(module).keys() - kept.keys():
+                del vars(module)[name]
+            vars(module).update(kept)
+
+
 @contextlib.contextmanager
 def with_tensors(module: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
     """Parameters and buffers of ``module`` are those of ``held`` within, by the first of their names; ties stay ties.
 
-    (``torch.func.functional_call`` does not give back those of a module that stands at two paths.)
+    Also where modules list them beside, as recurrent layers do. (``torch.func.functional_call`` does not give back
+    those of a module that stands at two paths.)
     """
     own = [*module.named_parameters(), *module.named_buffers()]
     new = {id(tensor): held[name] for name, tensor in own if name in held}
     places: list[dict[str, Any]] = [d for each in module.modules() for d in (each._parameters, each._buffers)]
     before = [dict(registered) for registered in places]
+    beside = [
+        (each, name, value)
+        for each in module.modules()
+        for name, value in attributes(each).items()
+        if any(id(tensor) in new for tensor in tensors(value))
+    ]
     try:
+        for each, name, value in beside:
+            vars(each)[name] = mapped(lambda tensor: new.get(id(tensor), tensor), value)
         for registered in places:
             for leaf, tensor in registered.items():
                 registered[leaf] = new.get(id(tensor), tensor)
@@ -76,3 +112,5 @@ def with_tensors(module: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None
         for registered, tensors_before in zip(places, before, strict=True):
             registered.clear()
             registered.update(tensors_before)
+        for each, name, value in beside:
+            vars(each)[name] = value

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
 from shoal.blueprint.ledger import Entry, Ledger
-from shoal.blueprint.structures import mapped, tensors, with_tensors
+from shoal.blueprint.structures import mapped, tensors, unchanged_attributes, with_tensors
 from shoal.core.errors import ModelError
 
 
@@ -66,6 +66,7 @@ def trace(
     try:
         with (
             torch.random.fork_rng(devices=[]),
+            unchanged_attributes(model),
             torch.autograd.graph.saved_tensors_hooks(watcher.kept, lambda tensor: tensor),
             fakes,
             watcher.ledger,

@@ -53,6 +53,12 @@ def resolve(settings: RunSettings, workers: int) -> Plan:
             accumulation=batch.accumulation, clip=settings.clip, bucket_mb=settings.bucket_mb,
         )  # fmt: skip
     plan.fits(workers, settings.plan or "layout")
+    dividing = ", ".join(f"{axis}={n}" for axis, n in mesh.degrees.items() if axis != "replicate" and n > 1)
+    if settings.compile and dividing:
+        raise ConfigError(
+            f"--compile was asked for under {dividing}, but torch.compile takes no model whose weights or blocks are "
+            "divided among ranks as they are here; use replicate alone, or leave --compile out"
+        )
     return plan
 
 

@@ -94,6 +94,9 @@ def decide(job: Job, settings: RunSettings, workers: int, nodes: int | None = No
 
 def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> Decision:
     """A layout for a run that has none, with two lines or more."""
+    plain = f"layout: replicate={workers}, plain data parallel"
+    if settings.compile:
+        return Decision(settings, (plain, "why: --compile goes with no other"))
     known, alone = _measured(workers, nodes or 1), nodes is None
     least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
     found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"
@@ -103,7 +106,7 @@ def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> D
         why = f"no plan could be made: {found}"
     else:
         return _planned(found, settings, known or measure.quickly(workers))
-    return Decision(settings, (f"layout: replicate={workers}, plain data parallel", f"why: {why}"))
+    return Decision(settings, (plain, f"why: {why}"))
 
 
 def _measured(workers: int, nodes: int) -> cached.Kept | None:

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from shoal.core.errors import ConfigError, LaunchError
 from shoal.launch.spawn import check_sendable, hidden_main, start_method
-from shoal.launch.watch import Beats, Watch, describe, overdue, process_state
-from shoal.launch.worker import done_path, error_path, own_frames, stack_path, work
+from shoal.launch.watch import Beats, Computing, Watch, describe, overdue, process_state
+from shoal.launch.worker import awaits_others, done_path, error_path, own_frames, stack_path, work
 from shoal.launch.world import World
 
 STOPPED = 75
@@ -120,6 +120,8 @@ class _Attempt:
         self._beats.clear()
         self._pids: dict[int, int] = {}
         self._since_s = time.monotonic()
+        self._computing = Computing()
+        self._looked_s = self._since_s
 
     def run(self, port: int | None, asked: _Asked) -> tuple[int, _Failure | None]:
         """The workers' exit code, or why they failed."""
@@ -160,7 +162,7 @@ class _Attempt:
 
     def _wait(self, context: PContext, asked: _Asked) -> tuple[int, _Failure | None]:
         forwarded = 0
-        looked_s = last_s = time.monotonic()
+        last_s = self._looked_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             if self._died():
@@ -176,10 +178,8 @@ class _Attempt:
                     return 1, _Failure(text, text, 128 + asked.number)
                 _say("stopping: saving at the end of this step (ask once more to end at once)")
                 self._signal(signal.SIGTERM)
-            if now_s - looked_s > _WATCH_EVERY_S:
-                looked_s = now_s
-                if (failure := self._look(now_s)) is not None:
-                    return 1, failure
+            if now_s - self._looked_s > _WATCH_EVERY_S and (failure := self._look(now_s)) is not None:
+                return 1, failure
             time.sleep(_POLL_S)
 
     def _leave(self, context: PContext) -> int:
@@ -240,23 +240,29 @@ class _Attempt:
 
     def _look(self, now_s: float) -> _Failure | None:
         """A failure that names who is behind, with every rank's stack, when nobody moves."""
-        away = [rank for rank in self._pids if not stack_path(self.folder, rank).exists()]
-        if away and now_s - self._since_s > self.watch.pause_s:
-            names = f"rank{'s' if len(away) > 1 else ''} {', '.join(map(str, away))}"
-            short = f"{names} did not begin in {self.watch.pause_s:.0f} s"
-            return _Failure(f"error: {short} after the process was made; start again", short, 1)
         slots = self._beats.slots()
-        found = overdue(slots, now_s, self._since_s, self.watch)
+        if now_s - self._looked_s > max(2 * _WATCH_EVERY_S, self.watch.least_s / 2):  # stood still itself: all may have
+            self._since_s = self._computing.last_s = now_s
+        self._looked_s = now_s
+        computed_s = self._computing.look(self._pids.values(), now_s)
+        away = [rank for rank in self._pids if not stack_path(self.folder, rank).exists()]
+        if away:
+            if now_s - computed_s <= self.watch.start_s:
+                return None
+            names = f"rank{'s' if len(away) > 1 else ''} {', '.join(map(str, away))}"
+            short = f"{names} did not begin, and no rank computed in {self.watch.start_s:.0f} s"
+            return _Failure(f"error: {short}; start again", short, 1)
+        found = overdue(slots, now_s, self._since_s, self.watch, computed_s)
         if found is None:
             return None
         states = {rank: process_state(pid) for rank, pid in self._pids.items()}
         self._signal(signal.SIGUSR1)
         time.sleep(self.watch.stacks_s)
-        stacks = []
-        for rank in self._pids:
-            text = own_frames(stack_path(self.folder, rank).read_text())
-            stacks.append(f"rank {rank}'s stack:\n{text or '(none: the process does not answer)'}")
-        said = describe(found, slots, states)
+        texts = {rank: own_frames(stack_path(self.folder, rank).read_text()) for rank in self._pids}
+        stacks = [f"rank {rank}'s stack:\n{t or '(none: the process does not answer)'}" for rank, t in texts.items()]
+        busy = tuple(rank for rank, text in texts.items() if not awaits_others(text))
+        known = not any(slot.pid for slot in slots) and 0 < len(busy) < len(slots)  # else beats tell who is behind
+        said = describe(found, slots, states, busy if known else None)
         short = said.splitlines()[0].removeprefix("error: ")
         return _Failure("\n".join([*stacks, said]), short, 1)
 

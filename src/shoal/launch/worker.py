@@ -102,6 +102,12 @@ def own_frames(stacks: str) -> str:
     return "\n".join(kept)
 
 
+def awaits_others(stacks: str) -> bool:
+    """Whether, in faulthandler's text, the thread that was asked stands in a call of torch.distributed."""
+    own = stacks.partition("Current thread")[2].partition("Thread 0x")[0]
+    return "/torch/distributed/" in own
+
+
 def leave_error(path: Path, rank: int, error: BaseException) -> None:
     """Write the error, when it happened and whether its message alone is enough, atomically."""
     row: dict[str, Any] = {"rank": rank, "time_s": time.monotonic(), "plain": isinstance(error, ShoalError)}

@@ -14,25 +14,29 @@ LOOSE = 1e-6  # two ratios are the same within this
 
 
 class Found(NamedTuple):
-    """A tensor that differs. ``ratio``: what all its elements are of the reference, where it is one number."""
+    """A tensor that differs. ``ratio``: what all its elements are of the reference, where it is one number.
+    ``telling``: ``why`` names a cause, not only how it differs."""
 
     name: str
     error: float
     why: str
     ratio: float | None = None
+    telling: bool = True
 
 
 def cause(
-    name: str, whole: np.ndarray, copies: list[Copy], measured: tuple[float, float, float], degrees: dict[str, int]
+    name: str, whole: np.ndarray, copies: list[Copy], measured: tuple[float, float, float], theirs: Step
 ) -> Found:
-    """Why ``copies`` are not ``whole``; ``measured``: error, scale, tolerance."""
+    """Why ``copies`` of the layout's step ``theirs`` are not ``whole``; ``measured``: error, scale, tolerance."""
     error, scale, limit = measured
+    degrees = degrees_of(theirs)
     if copies[0].shape != whole.shape:
         return Found(name, error, f"it has shape {list(copies[0].shape)}, on one device {list(whole.shape)}")
     a = whole.astype(np.float64)
     near = min(0.1, max(LOOSE, 10 * limit))
-    if why := _torn(a, copies, scale * near):
-        return Found(name, error, why)
+    why, telling = _torn(a, copies, scale * near, theirs)
+    if why:
+        return Found(name, error, why, telling=telling)
     b, there = np.zeros_like(a), np.zeros(a.shape, dtype=bool)
     for copy in copies:
         b[copy.place], there[copy.place] = copy.value, True
@@ -43,11 +47,11 @@ def cause(
     ratio = _ratio(a, b, scale * near)
     if ratio is not None:
         return Found(name, error, f"every element is {_ratio_text(ratio, degrees, near)}", ratio)
-    return Found(name, error, _part(a, b, scale * limit, degrees))
+    return Found(name, error, _part(a, b, scale * limit, degrees), telling=False)
 
 
-def _torn(a: np.ndarray, copies: list[Copy], near: float) -> str | None:
-    """Why ranks that hold the same region hold different values; None where they do not."""
+def _torn(a: np.ndarray, copies: list[Copy], near: float, theirs: Step) -> tuple[str, bool]:
+    """Why ranks that hold the same region hold different values, and whether that is a cause; empty if they do not."""
     key = lambda copy: (copy.offsets, copy.value.shape)  # noqa: E731
     for _, group in groupby(sorted(copies, key=key), key=key):
         same = list(group)
@@ -60,12 +64,17 @@ def _torn(a: np.ndarray, copies: list[Copy], near: float) -> str | None:
         wanted, ranks = a[same[0].place], ", ".join(str(copy.rank) for copy in distinct)
         right = [str(copy.rank) for copy in distinct if largest_difference(copy.value, wanted) <= near]
         if right:
-            return f"ranks {ranks} hold different values, and rank {right[0]} holds the right one"
+            return f"ranks {ranks} hold different values, and rank {right[0]} holds the right one", True
         total = np.sum([copy.value.astype(np.float64) for copy in distinct], axis=0)
         if (_ratio(wanted, total, near) or 0.0) > near:
-            return f"not reduced: ranks {ranks} hold their own shares, whose sum is right; a sum over them is missing"
-        return f"ranks {ranks} hold different values: they were not updated alike"
-    return None
+            places = [theirs.ranks[copy.rank]["at"] for copy in distinct]
+            axes = " and ".join(axis for axis in places[0] if len({at[axis] for at in places}) > 1)
+            return (
+                f"not reduced: ranks {ranks} hold their own shares, whose sum is right; a sum over {axes or 'them'} "
+                "is missing"
+            ), True
+        return f"ranks {ranks} hold different values: they were not updated alike", False
+    return "", False
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
@@ -119,6 +128,15 @@ def _box(wrong: np.ndarray) -> str:
     """The smallest box around what is true, as slices."""
     places = np.nonzero(wrong)
     return "[" + ", ".join(f"{int(place.min())}:{int(place.max()) + 1}" for place in places) + "]"
+
+
+def nearest_cause(found: list[Found]) -> str | None:
+    """What the last gradient with a cause tells: backward comes from the end, so that a fault shows there first and in
+    what lies before it only as other values. None where there is none."""
+    last = next((one for one in reversed(found) if one.telling), None)
+    return (
+        None if last is None else f"nearest to where backward goes wrong, {last.name.partition('/')[2]!r}: {last.why}"
+    )
 
 
 def common_cause(found: list[Found], names: list[str], mine: Step, theirs: Step) -> str | None:

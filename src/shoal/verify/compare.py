@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.verify.causes import Found, cause, common_cause, degrees_of, largest_difference, loss_cause
+from shoal.verify.causes import Found, cause, common_cause, largest_difference, loss_cause, nearest_cause
 from shoal.verify.recording import Copy, Recording, Step
 
 FLOOR = 1e-3  # of the largest tensor of a kind: smaller ones are measured against this
@@ -136,11 +136,13 @@ def _tensors(
         errors[mine.number, name] = error
         limit = tolerance.of(mine.number, name)
         if error > limit:
-            found.append(cause(name, whole, copies, (error, scale, limit), degrees_of(theirs)))
+            found.append(cause(name, whole, copies, (error, scale, limit), theirs))
     if not found:
         return
     telling = [name for name in names if sizes.get(name, 0.0) > FLOOR * max(sizes.values())]
     why = common_cause(found, telling, mine, theirs) if kind == "gradient" else None
+    if why is None and kind == "gradient" and not found[0].telling and (hint := nearest_cause(found)):
+        why = f"{found[0].why}; {hint}"
     for number, one in enumerate(found):
         yield Difference(
             mine.number, _what(one.name), _module(reference, one.name), one.error,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shoal.blueprint.structures import attributes, tensors
 from shoal.verify.dropout import FORMS, Keyed, dropped
 
 #: Functions with a dropout of other forms, which is switched off, and where its probability stands.
@@ -118,6 +119,31 @@ class RandomForward:
         """Look no further."""
         for handle in self._handles:
             handle.remove()
+
+
+class Carried:
+    """Finds what a model's modules keep from one forward to the next. ``found``: names of buffers and attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.found: set[str] = set()
+        self._before: dict[str, tuple[Tensor, int]] = {}
+
+    def look(self) -> None:
+        """A forward has ended."""
+        now = {
+            f"{path}.{name}" if path else name: (tensor, tensor._version)
+            for path, module in self.model.named_modules()
+            if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for name, value in (attributes(module) | module._buffers).items()
+            for tensor in tensors(value)
+            if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+        }
+        for name in now.keys() & self._before.keys():
+            (tensor, version), (old, before) = now[name], self._before[name]
+            if tensor is not old or version != before:
+                self.found.add(name)
+        self._before = now
 
 
 def _state(device: torch.device) -> Any:

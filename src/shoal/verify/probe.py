@@ -23,7 +23,7 @@ from shoal.job import Loss
 from shoal.launch.train import Entry
 from shoal.launch.watch import Beats
 from shoal.launch.world import World, join
-from shoal.verify.exact import Exactly, RandomForward, keep_all, perturb
+from shoal.verify.exact import Carried, Exactly, RandomForward, keep_all, perturb
 
 
 class Held(NamedTuple):
@@ -56,6 +56,7 @@ class Probe:
         self.ids: list[list[int]] = []
         self.tensors: dict[str, Held] = {}
         self.random: RandomForward | None = None
+        self.carried: Carried | None = None
 
     def takes(self, each: Pass) -> None:
         """The samples of the micro-batch."""
@@ -68,6 +69,8 @@ class Probe:
         """Losses stay on the device until the step's end."""
         number = each.seed[2] if each.seed else len(self.micros)
         self.micros.append({"number": number, "loss": loss.sum.detach().clone(), "count": loss.count})
+        if self.carried is not None:
+            self.carried.look()
         if self.random is not None:
             looked, self.random = self.random, None
             looked.end()
@@ -163,14 +166,14 @@ class ProbedEntry(Entry):
             mode.off |= keep_all(run.model)
             mode.keyed.watch(run.model)
             if world.size == 1:
-                probe.random = RandomForward(run.model, device)
+                probe.random, probe.carried = RandomForward(run.model, device), Carried(run.model)
                 if self.unit:
                     perturb(run.model, self.unit)
             for window in run.windows():
                 run.step(window)
         told = {
             "names": described, "trained": run.trained, "keyed": mode.keyed.used, "off": sorted(mode.off),
-            "lifted": mode.lifted,
+            "lifted": mode.lifted, "carried": sorted(probe.carried.found) if probe.carried else [],
             "plan": run.layout.plan.model_dump(mode="json"), "steps": run.step_count,
             "notes": notes,
         }  # fmt: skip

@@ -185,7 +185,7 @@ class Runs:
             found = compare(reference, recording, Tolerance(FP64) if tolerance is None else tolerance)
             if tolerance is None and found.first is not None and _doubtful(found.first):
                 found = compare(reference, recording, self._measured(settings, plan))
-            return _judged(mesh, found, recording, split(recording, mesh.degrees))
+            return _judged(mesh, found, _hints(found, reference, recording, mesh), split(recording, mesh.degrees))
         finally:
             shutil.rmtree(out, ignore_errors=True)
 
@@ -317,7 +317,20 @@ def _failure(folder: Path, ranks: int, said: str) -> Failure:
     return Failure("error", "\n".join(lines[-20:]).removeprefix("error: ") or "the workers left no error")
 
 
-def _judged(mesh: Mesh, found: Comparison, recording: Recording, shares: Mapping[str, float]) -> LayoutResult:
+def _hints(found: Comparison, reference: Recording, recording: Recording, mesh: Mesh) -> list[str]:
+    """What may be why losses, or what a model keeps, differ."""
+    if found.first is None or found.first.what != "loss" and not found.first.what.startswith("buffer"):
+        return []
+    hints = [hint for said, hint in HINTS if any(said in note for note in recording.told["notes"])]
+    if (carried := reference.told["carried"]) and data_ranks(mesh) > 1:
+        hints.append(
+            f"the model keeps {', '.join(map(repr, carried))} from one forward to the next, which each data rank makes "
+            "of its own samples: use a layout without replicate and shard, or none that keeps it"
+        )
+    return hints
+
+
+def _judged(mesh: Mesh, found: Comparison, hints: list[str], shares: Mapping[str, float]) -> LayoutResult:
     errors = found.largest("loss"), found.largest("gradient/"), found.largest("weight/", "buffer/")
     first, tensor = found.first, found.tensor
     if first is None:
@@ -328,8 +341,7 @@ def _judged(mesh: Mesh, found: Comparison, recording: Recording, shares: Mapping
         reason += f": {tensor.why}" if tensor is not first else ""
         if first is tensor and tensor.what.startswith(("weight", "optimizer")):
             reason += "; the gradients agree, so that the optimizer did something else with them"
-    if first.what == "loss":
-        reason += "".join(f"; {hint}" for said, hint in HINTS if any(said in note for note in recording.told["notes"]))
+    reason += "".join(f"; {hint}" for hint in hints)
     return LayoutResult(
         str(mesh), "different", *errors, first_difference=str(tensor or first), reason=reason, split=dict(shares)
     )

@@ -134,12 +134,19 @@ class Pipeline:
         for stage in self.stages:
             stage.expect(calls, backward)
         runtime = self._runtime(len(calls), backward)
-        runtime._step_microbatches(
-            [()] * len(calls),
-            [{"call": call} for call in calls],
-            list(calls) if backward else None,
-            return_outputs=False,
-        )
+        failed = None
+        try:
+            runtime._step_microbatches(
+                [()] * len(calls),
+                [{"call": call} for call in calls],
+                list(calls) if backward else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:  # torch's own lists every argument, and hides what went wrong
+            if (failed := error.__cause__) is None:
+                raise
+        if failed is not None:
+            raise failed
         for stage in self.stages:
             stage.clear_runtime_states()
 

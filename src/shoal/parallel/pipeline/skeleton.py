@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode, resolve_name
 
-from shoal.blueprint.structures import mapped, stands_for_parameter, tensors, with_tensors
+from shoal.blueprint.facts import inside
+from shoal.blueprint.structures import attributes, mapped, stands_for_parameter, tensors, with_tensors
 from shoal.core.errors import ModelError
 from shoal.parallel.pipeline.units import has_parameters, shapes_of, unit_paths
 from shoal.parallel.shapes import Shapes
@@ -66,12 +67,26 @@ class Skeleton:
         """The events of a forward on these inputs, without running any unit for real. Raises ModelError."""
         for path, module in self.twin.named_modules():
             module.training = self.model.get_submodule(path).training
-        recorder = _Recorder(self)
+        recorder = _Recorder(self, {})
         with _active(recorder):
             result = self.twin(*args, **kwargs)
+        if left := self.left_behind(recorder):
+            with _active(_Recorder(self, left)):
+                self.twin(*args, **kwargs)
         returned = tuple(recorder.numbers[id(t)] for t in tensors(result) if id(t) in recorder.numbers)
         recorder.check_views(returned)
         return Recording(tuple(recorder.events), tuple(recorder.values), returned, frozenset(recorder.overwritten))
+
+    def left_behind(self, recorder: _Recorder) -> dict[int, str]:
+        """Values that depend on parameters and that a forward left in a module outside of the units, by identity."""
+        outside = ((p, m) for p, m in self.twin.named_modules() if not any(inside(p, unit) for unit in self.paths))
+        return {
+            id(tensor): f"{path}.{name}" if path else name
+            for path, module in outside
+            for name, value in (attributes(module) | module._buffers).items()
+            for tensor in tensors(value)
+            if id(tensor) in recorder.numbers
+        }
 
     def run(
         self,
@@ -165,26 +180,44 @@ def _name(func: Any) -> str:
 
 
 class _Recorder(_Pass):
-    """Finds the events: units and operations that depend on parameters run on fake tensors, the rest for real."""
+    """Finds the events: units and operations that depend on parameters run on fake tensors, the rest for real.
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    ``left``: values that an earlier forward left in the model, none of which may be read: stages that leave the forward
+    before would read older ones."""
+
+    def __init__(self, skeleton: Skeleton, left: dict[int, str]) -> None:
         super().__init__()
-        self.skeleton = skeleton
+        self.skeleton, self.left = skeleton, left
         self.events: list[Event] = []
         self.values: list[FakeTensor] = []
         self.overwritten: set[int] = set()
         self.writes: list[tuple[int, str, frozenset[int]]] = []  # event, its name, views of what it overwrote
         self.parameters: dict[int, Tensor] = {}
 
+    def of_model(self, tensor: Tensor) -> bool:
+        if id(tensor) in self.left:
+            raise ModelError(
+                f"the model keeps {self.left[id(tensor)]!r}, which depends on weights, from one forward to the next, "
+                "and not every stage of a pipeline works it out; keep it inside of a block, or use a layout without a "
+                "pipeline"
+            )
+        return super().of_model(tensor)
+
+    def read(self, values: Any) -> tuple[int, ...]:
+        return tuple(self.numbers[id(t)] for t in tensors(values) if self.of_model(t) and id(t) in self.numbers)
+
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
         reads = self.read((args, kwargs))
         direct = [t for t in tensors((args, kwargs)) if isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = mapped(self.fake, args), mapped(self.fake, kwargs)
+        first = fake_args[0] if fake_args and isinstance(fake_args[0], Tensor) else None
+        version = None if first is None else first._version
         result = self.on_fakes(name, lambda: func(*fake_args, **fake_kwargs))
+        written = first is not None and first._version != version and result is first
         if next(tensors(result), None) is None and not name.endswith("__setitem__"):
             return result  # a shape, a dtype, a flag: the same on every stage
-        changed = self.changed_in_place(name, args, result)
+        changed = self.changed_in_place(name, args, written or bool(args) and result is args[0])
         return self.event(name, reads, [self.skeleton.names[id(p)] for p in direct], result, changed)
 
     def unit(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -225,10 +258,11 @@ class _Recorder(_Pass):
         self.events.append(Event(what, reads, tuple(direct), tuple(given), changed is not None, result))
         return result
 
-    def changed_in_place(self, name: str, args: Any, result: Any) -> Tensor | None:
-        """The placeholder that an operation overwrote. Raises ModelError where it belongs to no stage."""
+    def changed_in_place(self, name: str, args: Any, returned: bool) -> Tensor | None:
+        """The placeholder that an operation overwrote, which it ``returned``. Raises ModelError where it belongs to no
+        stage."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not (result is first or name.endswith("__setitem__")):
+        if first is None or not (returned or name.endswith("__setitem__")):
             return None
         if id(first) not in self.numbers:
             raise ModelError(

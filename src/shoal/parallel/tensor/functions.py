@@ -127,8 +127,16 @@ def _embedding(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, gr
     return rows.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
+def _groups(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
+    """group_norm on this rank's groups."""
+    given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)) | kwargs
+    rest = iter(ready[1:])
+    weight, bias = (next(rest) if given.get(name) is not None else None for name in ("weight", "bias"))
+    return F.group_norm(ready[0], outcome.local, weight, bias, given.get("eps", 1e-5))
+
+
 HOW: dict[str, Callable[..., Any]] = {
     "reshape": _reshape, "expand": _expand, "cut": _cut, "index": _index, "dropout": _dropout,
-    "attention": _attention, "embedding": _embedding, "log_softmax": losses.log_softmax,
+    "attention": _attention, "embedding": _embedding, "groups": _groups, "log_softmax": losses.log_softmax,
     "cross_entropy": losses.cross_entropy, "nll_loss": losses.nll_loss,
 }  # fmt: skip

@@ -11,12 +11,11 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.blueprint.calls import Call, Outcome
+from shoal.blueprint.layers import CASTS, CONVOLUTIONS, LAYERS, TRANSPOSES
 from shoal.blueprint.positions import Positions
-from shoal.blueprint.regions import LAYERS, TRANSPOSES
 from shoal.blueprint.rules import rule
 from shoal.blueprint.split import Refusal, Seen, Split
 from shoal.blueprint.trace import operation_name
@@ -202,7 +201,7 @@ def _lying(tensor: Tensor, target: Split | None, group: Group, begins: bool = Fa
 
 def _on_parts(func: Any, name: str, args: Any, kwargs: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Any:
     if outcome.how == "row":
-        return _row(func, found, outcome, group)
+        return _row(func, name, args, kwargs, found, outcome, group)
     if outcome.how == "heads":
         return _heads(args, kwargs, outcome.local, group)
     begins = name in LAYERS and not outcome.partial
@@ -217,7 +216,7 @@ def _on_parts(func: Any, name: str, args: Any, kwargs: Any, found: list[Tensor],
     if isinstance(result, Tensor):
         if outcome.outputs is None:
             return result
-        positions = _positions(found) if name in TRANSPOSES else None
+        positions = _positions(found) if name in (*TRANSPOSES, *CASTS) and len(found) == 1 else None
         return marked(result, outcome.outputs, group, positions)  # type: ignore[arg-type]
     splits = outcome.outputs if isinstance(outcome.outputs, tuple) and not isinstance(outcome.outputs, Split) else None
     for at, tensor in enumerate(result):
@@ -254,15 +253,22 @@ def _whole(
     return func(*_with(args, ready), **_with(kwargs, ready))
 
 
-def _row(func: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Tensor:
-    """linear or addmm over a split dimension: partial results are summed once, then the bias is added once."""
+def _row(func: Any, name: str, args: Any, kwargs: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Tensor:
+    """linear, addmm or a convolution over a split dimension: partial results are summed once, then the bias is added
+    once."""
     ready = {
         at: _lying(tensor, target, group)
         for at, (tensor, target) in enumerate(zip(found, outcome.targets, strict=True))
         if target is not None
     }
     bias = next((found[at] for at in range(len(found)) if at not in ready), None)
-    made = torch.mm(*ready.values()) if func.__name__ == "addmm" else F.linear(*ready.values())
+    if name == "addmm":
+        made = torch.mm(*ready.values())
+    else:
+        rest = iter([ready.get(at) for at in range(len(found))])
+        made = func(*_with(args, rest), **_with(kwargs, rest))
+    if bias is not None and name in CONVOLUTIONS:
+        bias = plain(bias).view(-1, *(1,) * (made.dim() - 2))
     return _summed(made, found, bias, group)
 
 
