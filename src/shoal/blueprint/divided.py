@@ -64,12 +64,20 @@ def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool =
 
 
 def input_values(blueprint: Blueprint) -> frozenset[int]:
-    """The values that depend on the samples: the inputs, the targets, and what is made of them."""
+    """The values that grow with the samples: the inputs, the targets, what is made of them, and what is made for as
+    many samples without them (masks)."""
     found = {*blueprint.inputs, *blueprint.targets}
     for operation in (*blueprint.operations, *blueprint.loss):
+        found.update(value for value in operation.gives if _for_samples(blueprint, value))
         if found.intersection(operation.reads):
             found.update(operation.gives)
     return frozenset(found)
+
+
+def _for_samples(blueprint: Blueprint, value: int) -> bool:
+    """Whether a value that depends on no parameter has a first dimension of the samples (of one none is told)."""
+    of = blueprint.values[value]
+    return not of.of_model and len(of.shape) > 1 and of.shape[0] == blueprint.samples > 1
 
 
 def _shape(blueprint: Blueprint, ref: Ref) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
-from shoal.blueprint.kernels import on
+from shoal.blueprint.kernels import kept_otherwise, on
+from shoal.blueprint.replaced import replaced, views
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
@@ -87,9 +88,12 @@ class _Maker:
     def __init__(
         self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
     ) -> None:
-        self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
-        self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
+        self.found, self.samples = found, blueprint.samples
         self.local: Divided = divided(blueprint, found, sequence_parallel)
+        self.replaced = replaced(blueprint, self.local)
+        self.views = views(blueprint, self.local)
+        self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
+        self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -114,26 +118,36 @@ class _Maker:
             return 1 / self.local.degree if role and role.split else 1.0
         return 1.0
 
+    def kept(self, of: int | str | None, operation: int, nbytes: int, numel: int) -> Pair:
+        """A storage that an operation's forward leaves for backward, as ``sized``."""
+        if of is None and operation in self.replaced:
+            return nbytes / self.samples, 0.0  # as this rank keeps it
+        if isinstance(of, int) and of in self.views and nbytes == self.blueprint.values[of].bytes:
+            source = self.views[of]
+            if source is None:
+                return 0.0, 0.0
+            of, nbytes = source, self.blueprint.values[source].bytes
+        return self.sized(of, operation, nbytes, numel, False)
+
     def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
         forward or backward made it, or whose forward keeps it."""
         share, grows = self.share(of), isinstance(of, int) and of in self.of_input
         if of is None and operation < len(self.operations):
             share, grows = self.like(operation, numel, backward)
-            if self.local.operations[operation].how == "cross_entropy" and not backward and share < 1:
-                share *= 2  # over parts of the classes their exponentials are kept beside the logarithms
         return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
 
     def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:
         """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
-        numbers, in backward also of its weights; else as all of them."""
+        numbers, of what it takes (copies in forward, gradients in backward) before what it gives, in backward also of
+        its weights; else as all of them."""
         op, local = self.operations[operation], self.local.operations[operation]
-        for value, shape in zip(op.gives, local.given, strict=True):
-            if math.prod(self.blueprint.values[value].shape) == numel:
-                return math.prod(shape) / max(numel, 1), value in self.of_input
         for ref, shape in zip(tensors_of(op), local.taken, strict=True):
             if isinstance(ref.of, int) and math.prod(self.blueprint.values[ref.of].shape) == numel:
                 return math.prod(shape) / max(numel, 1), ref.of in self.of_input
+        for value, shape in zip(op.gives, local.given, strict=True):
+            if math.prod(self.blueprint.values[value].shape) == numel:
+                return math.prod(shape) / max(numel, 1), value in self.of_input
         for name in op.parameters if backward else ():
             if math.prod(self.blueprint.parameter[name].shape) == numel:
                 return self.share(name), False
@@ -143,6 +157,8 @@ class _Maker:
     def storage(self, storage: Storage) -> Pair:
         assert self.blueprint.timeline is not None
         backward = storage.born > self.blueprint.timeline.forward[-1]
+        if storage.kept and not backward:
+            return self.kept(storage.of, storage.operation, storage.bytes, storage.numel)
         return self.sized(storage.of, storage.operation, storage.bytes, storage.numel, backward)
 
     def blocks(self) -> tuple[Block, ...]:
@@ -230,7 +246,7 @@ class _Maker:
     def op(self, number: int) -> Op:
         """An operation for one sample."""
         of, local = self.operations[number], self.local.operations[number]
-        kept = [self.sized(each.of, number, each.bytes, each.numel, False) for each in of.kept]
+        kept = [self.kept(each.of, number, each.bytes, each.numel) for each in of.kept]
         fixed = sum(self.bytes_of(name) for name in of.parameters)
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))

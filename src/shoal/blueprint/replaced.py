@@ -1,0 +1,113 @@
+"""What a tensor rank keeps for backward where it runs another function, or where a copy is none on its part. No torch.
+
+A blueprint's kept bytes are those of whole functions. parallel/tensor runs others in place of some:
+
+| in place of | it keeps |
+|---|---|
+| embedding in a table of which it has some rows | places in its rows, and which of them are its own |
+| cross_entropy, nll_loss over some of the classes | exponentials of its logits (not of log-probabilities), a few numbers a row |
+| multi_head_attention_forward | copies of inputs that are not contiguous, queries, keys, values, output, a logsumexp per query; with dropout probabilities, mask and their product |
+
+And a reshape that copies the whole may be a view on a part: one key-value head repeated for all queries is.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shoal.blueprint.divided import Divided, Local, tensors_of
+from shoal.blueprint.facts import Blueprint, Kept, Operation
+from shoal.blueprint.split import local_strides, viewable
+
+#: Operations that copy only where they cannot give a view.
+RESHAPES = ("reshape", "flatten", "contiguous", "reshape_as", "unflatten")
+
+
+def replaced(blueprint: Blueprint, local: Divided) -> dict[int, tuple[Kept, ...]]:
+    """By number, what operations keep in whose place others run; a storage that is no value has this rank's bytes."""
+    every = [*blueprint.operations, *blueprint.loss]
+    return {
+        number: INSTEAD[own.how](op, own, blueprint)
+        for number, (op, own) in enumerate(zip(every, local.operations, strict=True))
+        if own.how in INSTEAD and op.kept
+    }
+
+
+def views(blueprint: Blueprint, local: Divided) -> dict[int, int | None]:
+    """Values that are copies on one device and views on this rank: of which value's storage; None where that storage
+    is kept anyway, or by another such view."""
+    storages = blueprint.timeline.storages if blueprint.timeline else ()
+    own = {storage.of for storage in storages} | {kept.of for op in blueprint.operations for kept in op.kept}
+    kept = {kept.of for op in blueprint.operations for kept in op.kept}
+    found: dict[int, int | None] = {}
+    for number, op in enumerate(blueprint.operations if local.degree > 1 else ()):
+        if op.name not in RESHAPES or op.gives[0] not in kept or not _is_view(op, local, number, blueprint):
+            continue
+        source = op.reads[0]
+        while source not in own and source in blueprint.maker:
+            source = blueprint.operations[blueprint.maker[source]].reads[0]
+        found[op.gives[0]] = None if source in kept or source in blueprint.inputs else source
+        kept.add(source)
+    return found
+
+
+def _is_view(op: Operation, local: Divided, number: int, blueprint: Blueprint) -> bool:
+    here, source = local.operations[number], op.reads[0]
+    strides = blueprint.values[source].strides
+    if not strides or here.gathered:
+        return False
+    strides = local_strides(blueprint.values[source].shape, strides, local.splits.get(source), local.degree)
+    after = here.given[0]
+    return viewable(here.taken[0], strides, after) and (op.name != "contiguous" or _dense(after, strides))
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in memory row by row."""
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
+
+
+def _item(blueprint: Blueprint, value: int) -> int:
+    """Bytes of a number."""
+    found = blueprint.values[value]
+    return found.bytes // max(math.prod(found.shape), 1)
+
+
+def _embedding(op: Operation, local: Local, blueprint: Blueprint) -> tuple[Kept, ...]:
+    ids = math.prod(local.taken[0])
+    return (Kept(None, ids * _item(blueprint, op.reads[0]), ids), Kept(None, ids, ids))
+
+
+def _loss(op: Operation, local: Local, blueprint: Blueprint) -> tuple[Kept, ...]:
+    """Per row two places, whether the class is here, its weight and (of logits) the sum that the logarithm is of."""
+    item = max(4, _item(blueprint, op.reads[0]))  # half precision is widened
+    classes, rows = math.prod(local.taken[0]), math.prod(local.taken[1])
+    logits = op.name == "cross_entropy"
+    each = 8 + 8 + 1 + item * (1 + logits)
+    return (*(Kept(None, classes * item, classes),) * logits, Kept(None, rows * each, rows))
+
+
+def _heads(op: Operation, local: Local, blueprint: Blueprint) -> tuple[Kept, ...]:
+    item, heads, drops = _item(blueprint, op.gives[0]), op.arguments[4], op.arguments[10]
+    (length, batch, width), (others, *_) = local.taken[0], local.taken[1]
+    own = local.taken[3][0] // 3  # of the packed projection's rows, as many of each
+    here = own // (width // heads)
+    inputs = dict.fromkeys(ref.of for ref in tensors_of(op)[:3] if isinstance(ref.of, int))
+    seen = [blueprint.values[value] for value in inputs]
+    copies = [math.prod(value.shape) for value in seen if value.strides and not _dense(value.shape, value.strides)]
+    sizes = [*copies, length * batch * own, others * batch * own, others * batch * own, length * batch * own]
+    if drops and dict(op.keywords).get("training", True):
+        sizes += [batch * here * length * others] * 3
+    rows = batch * here * length
+    values = tuple(kept for kept in op.kept if kept.of is not None)
+    return (*values, *(Kept(None, size * item, size) for size in sizes), Kept(None, rows * max(4, item), rows))
+
+
+INSTEAD: dict[str, Callable[[Operation, Local, Blueprint], tuple[Kept, ...]]] = {
+    "embedding": _embedding, "cross_entropy": _loss, "nll_loss": _loss, "heads": _heads,
+}  # fmt: skip
