@@ -8,7 +8,8 @@ A blueprint's kept bytes are those of whole functions. parallel/tensor runs othe
 | cross_entropy, nll_loss over some of the classes | exponentials of its logits (not of log-probabilities), a few numbers a row |
 | multi_head_attention_forward | copies of inputs that are not contiguous, queries, keys, values, output, a logsumexp per query; with dropout probabilities, mask and their product |
 
-And a reshape that copies the whole may be a view on a part: one key-value head repeated for all queries is.
+Where positions are shared out, a layer at which a region begins keeps the whole of them, gathered for it alone. And a
+reshape that copies the whole may be a view on a part: one key-value head repeated for all queries is.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,26 +28,67 @@ RESHAPES = ("reshape", "flatten", "contiguous", "reshape_as", "unflatten")
 def replaced(blueprint: Blueprint, local: Divided) -> dict[int, tuple[Kept, ...]]:
     """By number, what operations keep in whose place others run; a storage that is no value has this rank's bytes."""
     every = [*blueprint.operations, *blueprint.loss]
-    return {
-        number: INSTEAD[own.how](op, own, blueprint)
-        for number, (op, own) in enumerate(zip(every, local.operations, strict=True))
-        if own.how in INSTEAD and op.kept
-    }
+    storages, found = _Storages(blueprint), dict[int, tuple[Kept, ...]]()
+    seen: set[int] = set()
+    for number, (op, own) in enumerate(zip(every, local.operations, strict=True)):
+        sources = {value: storages.source(value) for value in own.entered}
+        if own.how in INSTEAD and op.kept:
+            found[number] = INSTEAD[own.how](op, own, blueprint)
+        elif sources and any(blueprint.parameter[name].trains for name in op.parameters):
+            kept = _gathered(op, sources, seen, blueprint)
+            if kept != op.kept:
+                found[number] = kept
+        seen.update(sources.values())
+    return found
+
+
+def _gathered(op: Operation, sources: dict[int, int], seen: set[int], blueprint: Blueprint) -> tuple[Kept, ...]:
+    """What a layer keeps for which positions are gathered: their whole again where another layer keeps it as well, and
+    in place of a copy."""
+    kept = list(op.kept)
+    for value, source in sources.items():
+        size, nbytes = math.prod(blueprint.values[value].shape), blueprint.values[value].bytes
+        copies = [each for each in kept if each.of is None and each.numel == size]
+        if (copies or source in seen) and not any(each.of == source for each in kept):
+            kept = [each for each in kept if each not in copies]
+            kept.append(copies[0] if copies else Kept(None, nbytes, size))
+    return tuple(kept)
+
+
+def wholes(blueprint: Blueprint, local: Divided) -> frozenset[int]:
+    """Values in whose storage lies what regions gather."""
+    storages = _Storages(blueprint)
+    return frozenset(storages.source(value) for value in local.gathered)
+
+
+class _Storages:
+    """Which values have a storage of their own, and which are views of others."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint = blueprint
+        of = {storage.of for storage in blueprint.timeline.storages} if blueprint.timeline else set()
+        self.own = frozenset(value for value in of if isinstance(value, int)).union(blueprint.inputs)
+
+    def source(self, value: int) -> int:
+        """The value in whose storage one lies; itself where storages are not known."""
+        while self.own and value not in self.own and value in self.blueprint.maker:
+            reads = self.blueprint.operations[self.blueprint.maker[value]].reads
+            if not reads:
+                break
+            value = reads[0]
+        return value
 
 
 def views(blueprint: Blueprint, local: Divided) -> dict[int, int | None]:
     """Values that are copies on one device and views on this rank: of which value's storage; None where that storage
     is kept anyway, or by another such view."""
-    storages = blueprint.timeline.storages if blueprint.timeline else ()
-    own = {storage.of for storage in storages} | {kept.of for op in blueprint.operations for kept in op.kept}
+    storages = _Storages(blueprint)
     kept = {kept.of for op in blueprint.operations for kept in op.kept}
     found: dict[int, int | None] = {}
     for number, op in enumerate(blueprint.operations if local.degree > 1 else ()):
         if op.name not in RESHAPES or op.gives[0] not in kept or not _is_view(op, local, number, blueprint):
             continue
-        source = op.reads[0]
-        while source not in own and source in blueprint.maker:
-            source = blueprint.operations[blueprint.maker[source]].reads[0]
+        source = storages.source(op.reads[0])
         found[op.gives[0]] = None if source in kept or source in blueprint.inputs else source
         kept.add(source)
     return found

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
-from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
 from shoal.blueprint.kernels import kept_otherwise, on
-from shoal.blueprint.replaced import replaced, views
+from shoal.blueprint.replaced import replaced, views, wholes
+from shoal.blueprint.split import local_size
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
@@ -91,10 +92,11 @@ class _Maker:
         self.found, self.samples = found, blueprint.samples
         self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.replaced = replaced(blueprint, self.local)
-        self.views = views(blueprint, self.local)
+        self.views, self.whole = views(blueprint, self.local), wholes(blueprint, self.local)
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
 
@@ -112,14 +114,13 @@ class _Maker:
     def share(self, of: int | str | None) -> float:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
-            return self.local.share(of)
-        if isinstance(of, str):
-            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
-            return 1 / self.local.degree if role and role.split else 1.0
-        return 1.0
+            return 1.0 if of in self.whole else self.local.share(of)
+        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of else None  # buffers: none
+        return local_size(role.split, self.local.degree, 0) / role.split.size if role and role.split else 1.0
 
-    def kept(self, of: int | str | None, operation: int, nbytes: int, numel: int) -> Pair:
-        """A storage that an operation's forward leaves for backward, as ``sized``."""
+    def kept(self, kept: Kept, operation: int, before: Sequence[Kept] = ()) -> Pair:
+        """A storage that an operation's forward leaves for backward, as ``sized``; ``before``: those left before it."""
+        of, nbytes, numel = kept
         if of is None and operation in self.replaced:
             return nbytes / self.samples, 0.0  # as this rank keeps it
         if isinstance(of, int) and of in self.views and nbytes == self.blueprint.values[of].bytes:
@@ -127,27 +128,31 @@ class _Maker:
             if source is None:
                 return 0.0, 0.0
             of, nbytes = source, self.blueprint.values[source].bytes
-        return self.sized(of, operation, nbytes, numel, False)
+        nth = sum(each.of is None and each.numel == numel for each in before)
+        return self.sized(Kept(of, nbytes, numel), operation, False, nth)
 
-    def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
+    def sized(self, kept: Kept, operation: int, backward: bool, nth: int = 0) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
-        forward or backward made it, or whose forward keeps it."""
+        forward or backward made it, or whose forward keeps it; as the ``nth`` of its size that is no value."""
+        of, nbytes, numel = kept
         share, grows = self.share(of), isinstance(of, int) and of in self.of_input
         if of is None and operation < len(self.operations):
-            share, grows = self.like(operation, numel, backward)
+            share, grows = self.like(operation, numel, backward, nth)
         return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
 
-    def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:
-        """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
-        numbers, of what it takes (copies in forward, gradients in backward) before what it gives, in backward also of
-        its weights; else as all of them."""
+    def like(self, operation: int, numel: int, backward: bool, nth: int = 0) -> tuple[float, bool]:
+        """(share, whether it grows with the samples) of an operation's intermediate: as that of the ``nth`` of its
+        tensors of as many numbers, of what it takes (copies in forward, gradients in backward) before what it gives, in
+        backward also of its weights; else as all of them."""
         op, local = self.operations[operation], self.local.operations[operation]
-        for ref, shape in zip(tensors_of(op), local.taken, strict=True):
-            if isinstance(ref.of, int) and math.prod(self.blueprint.values[ref.of].shape) == numel:
-                return math.prod(shape) / max(numel, 1), ref.of in self.of_input
-        for value, shape in zip(op.gives, local.given, strict=True):
-            if math.prod(self.blueprint.values[value].shape) == numel:
-                return math.prod(shape) / max(numel, 1), value in self.of_input
+        alike = [
+            (math.prod(shape) / max(numel, 1), value in self.of_input)
+            for values, shapes in (([ref.of for ref in tensors_of(op)], local.taken), (op.gives, local.given))
+            for value, shape in zip(values, shapes, strict=True)
+            if isinstance(value, int) and math.prod(self.blueprint.values[value].shape) == numel
+        ]
+        if nth < len(alike):
+            return alike[nth]
         for name in op.parameters if backward else ():
             if math.prod(self.blueprint.parameter[name].shape) == numel:
                 return self.share(name), False
@@ -157,9 +162,12 @@ class _Maker:
     def storage(self, storage: Storage) -> Pair:
         assert self.blueprint.timeline is not None
         backward = storage.born > self.blueprint.timeline.forward[-1]
-        if storage.kept and not backward:
-            return self.kept(storage.of, storage.operation, storage.bytes, storage.numel)
-        return self.sized(storage.of, storage.operation, storage.bytes, storage.numel, backward)
+        kept = Kept(storage.of, storage.bytes, storage.numel)
+        if not storage.kept or backward:
+            return self.sized(kept, storage.operation, backward)
+        before = self.left.setdefault(storage.operation, [])
+        before.append(kept)
+        return self.kept(kept, storage.operation, before[:-1])
 
     def blocks(self) -> tuple[Block, ...]:
         held: list[Holding | None] = [None] * len(self.spans)
@@ -219,7 +227,7 @@ class _Maker:
             share = self.share(parameter.name)
             dim = self.found.role[parameter.name].split if self.found else None
             rows = parameter.shape[0] if parameter.shape else 0
-            rows = rows // self.local.degree if dim is not None and dim.dim == 0 else rows
+            rows = local_size(dim, self.local.degree, 0) if dim is not None and dim.dim == 0 else rows
             at = readers.get(parameter.name) or {self.home(parameter.name)}
             weight = Weight(
                 parameter.name, round(math.prod(parameter.shape) * share), rows, parameter.trains,
@@ -246,7 +254,7 @@ class _Maker:
     def op(self, number: int) -> Op:
         """An operation for one sample."""
         of, local = self.operations[number], self.local.operations[number]
-        kept = [self.kept(each.of, number, each.bytes, each.numel) for each in of.kept]
+        kept = [self.kept(each, number, of.kept[:at]) for at, each in enumerate(of.kept)]
         fixed = sum(self.bytes_of(name) for name in of.parameters)
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))
