@@ -120,6 +120,7 @@ class _Replay:
         self.moves, self.gathered = [], set()
         for value in left:
             self.gather(value)
+            del self.splits[value]  # the loss finds it whole
         if left and found:
             moves, gathered = (*found[-1].moves, *self.moves), found[-1].gathered | self.gathered
             found[-1] = found[-1]._replace(moves=moves, gathered=gathered)

@@ -8,8 +8,9 @@ A blueprint's kept bytes are those of whole functions. parallel/tensor runs othe
 | cross_entropy, nll_loss over some of the classes | exponentials of its logits (not of log-probabilities), a few numbers a row |
 | multi_head_attention_forward | copies of inputs that are not contiguous, queries, keys, values, output, a logsumexp per query; with dropout probabilities, mask and their product |
 
-Where positions are shared out, a layer at which a region begins keeps the whole of them, gathered for it alone. And a
-reshape that copies the whole may be a view on a part: one key-value head repeated for all queries is.
+Where positions are shared out, a layer at which a region begins keeps the whole of them, gathered for it alone. What is
+whole on every rank an operation may take its part of, and keep that. And a reshape that copies the whole may be a view
+on a part: one key-value head repeated for all queries is.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -55,10 +56,19 @@ def _gathered(op: Operation, sources: dict[int, int], seen: set[int], blueprint:
     return tuple(kept)
 
 
-def wholes(blueprint: Blueprint, local: Divided) -> frozenset[int]:
-    """Values in whose storage lies what regions gather."""
-    storages = _Storages(blueprint)
-    return frozenset(storages.source(value) for value in local.gathered)
+def shares(blueprint: Blueprint, local: Divided) -> dict[int, float]:
+    """Which part of a value is kept, where it is not the part that this rank has: all of what is gathered, and less of
+    what an operation takes its part of."""
+    storages, found = _Storages(blueprint), dict[int, float]()
+    for op, own in zip(blueprint.operations, local.operations, strict=False):
+        kept = {each.of for each in op.kept}
+        for ref, shape in zip(tensors_of(op), own.taken, strict=True):
+            if isinstance(ref.of, int) and ref.of in kept and ref.of not in local.splits:
+                found[ref.of] = math.prod(shape) / max(math.prod(blueprint.values[ref.of].shape), 1)
+        views = storages.own.isdisjoint(op.gives)  # of what is gathered
+        found.update(dict.fromkeys((storages.source(value) for value in own.gathered if views), 1.0))
+    found.update(dict.fromkeys((storages.source(value) for value in local.gathered), 1.0))
+    return found
 
 
 class _Storages:

@@ -10,7 +10,7 @@ from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
 from shoal.blueprint.kernels import kept_otherwise, on
-from shoal.blueprint.replaced import replaced, views, wholes
+from shoal.blueprint.replaced import replaced, shares, views
 from shoal.blueprint.split import local_size
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
@@ -92,7 +92,7 @@ class _Maker:
         self.found, self.samples = found, blueprint.samples
         self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.replaced = replaced(blueprint, self.local)
-        self.views, self.whole = views(blueprint, self.local), wholes(blueprint, self.local)
+        self.views, self.shares = views(blueprint, self.local), shares(blueprint, self.local)
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
@@ -114,7 +114,7 @@ class _Maker:
     def share(self, of: int | str | None) -> float:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
-            return 1.0 if of in self.whole else self.local.share(of)
+            return self.shares.get(of, self.local.share(of))
         role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of else None  # buffers: none
         return local_size(role.split, self.local.degree, 0) / role.split.size if role and role.split else 1.0
 
@@ -156,8 +156,9 @@ class _Maker:
         for name in op.parameters if backward else ():
             if math.prod(self.blueprint.parameter[name].shape) == numel:
                 return self.share(name), False
-        split = local.divided and any(value in self.local.splits for value in (*op.gives, *op.reads))
-        return (1 / self.local.degree if split else 1.0), bool(self.of_input.intersection((*op.gives, *op.reads)))
+        values = (*op.gives, *op.reads)
+        parts = [self.local.share(value) for value in values if value in self.local.splits and local.divided]
+        return min(parts, default=1.0), bool(self.of_input.intersection(values))
 
     def storage(self, storage: Storage) -> Pair:
         assert self.blueprint.timeline is not None
