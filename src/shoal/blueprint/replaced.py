@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 
 from shoal.blueprint.divided import Divided, Local, tensors_of
-from shoal.blueprint.facts import Blueprint, Kept, Operation
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage
 from shoal.blueprint.split import local_strides, viewable
 
 #: Operations that copy only where they cannot give a view.
@@ -69,6 +69,31 @@ def shares(blueprint: Blueprint, local: Divided) -> dict[int, float]:
         found.update(dict.fromkeys((storages.source(value) for value in own.gathered if views), 1.0))
     found.update(dict.fromkeys((storages.source(value) for value in local.gathered), 1.0))
     return found
+
+
+def moved(blueprint: Blueprint, local: Divided) -> tuple[Storage, ...]:
+    """What the tensor group's collectives hold for a moment beside what they take and give, in this rank's bytes: the
+    ranks' parts one after the other, a copy of a gradient to be summed, a whole gradient for as long as it is read."""
+    found = list[Storage]()
+    timeline = blueprint.timeline
+    if timeline is None:
+        return ()
+    spans = dict[int, tuple[int, int]]()
+    latest = max(storage.freed for storage in timeline.storages)
+    for (first, number), (after, _) in zip(timeline.backward, [*timeline.backward[1:], (latest + 1, -1)], strict=True):
+        spans[number] = (spans.get(number, (first, 0))[0], after - 1)
+    for number, own in enumerate(local.operations):
+        first, last = spans.get(number, (latest, latest))
+        end, before = timeline.forward[number], timeline.forward[max(number - 1, 0)]
+        held = {
+            ("all_gather", "forward"): [(before, before)], ("reduce_scatter", "forward"): [(end, end)] * 2,
+            ("all_gather", "backward"): [(first, last), (first, first)], ("reduce_scatter", "backward"): [(last, last)],
+            ("all_reduce", "backward"): [(last, last)],
+        }  # fmt: skip
+        for move in own.moves:
+            for born, freed in held.get((move.collective, move.phase), []) if move.of_input else []:
+                found.append(Storage(move.bytes, 0, born, freed, born, number, None, False))
+    return tuple(found)
 
 
 class _Storages:

@@ -10,7 +10,7 @@ from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
 from shoal.blueprint.kernels import kept_otherwise, on
-from shoal.blueprint.replaced import replaced, shares, views
+from shoal.blueprint.replaced import moved, replaced, shares, views
 from shoal.blueprint.split import local_size
 from shoal.blueprint.roles import Roles, roles
 from shoal.core.errors import ConfigError
@@ -96,6 +96,7 @@ class _Maker:
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
@@ -162,6 +163,8 @@ class _Maker:
 
     def storage(self, storage: Storage) -> Pair:
         assert self.blueprint.timeline is not None
+        if storage.numel == 0:
+            return storage.bytes / self.samples, 0.0  # of a collective, as this rank holds it
         backward = storage.born > self.blueprint.timeline.forward[-1]
         kept = Kept(storage.of, storage.bytes, storage.numel)
         if not storage.kept or backward:
@@ -175,7 +178,9 @@ class _Maker:
         if self.blueprint.timeline is not None:
             starts = [span.begin for span in self.spans]
             gradient = {p.name: self.bytes_of(p.name) for p in self.blueprint.parameters if p.trains}
-            found = holdings(self.blueprint.timeline, starts, self.storage, gradient)
+            timeline = self.blueprint.timeline
+            timeline = timeline._replace(storages=(*timeline.storages, *self.moved))
+            found = holdings(timeline, starts, self.storage, gradient)
             held = [h._replace(between=self.between(span)) for h, span in zip(found, self.spans, strict=True)]
         weights = self.weights()
         made = []
