@@ -11,8 +11,8 @@ from shoal.blueprint.divided import Divided, Local, divided, input_values, tenso
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
 from shoal.blueprint.kernels import kept_otherwise, on
 from shoal.blueprint.replaced import moved, replaced, shares, views
-from shoal.blueprint.split import local_size
 from shoal.blueprint.roles import Roles, roles
+from shoal.blueprint.split import local_size
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
 from shoal.plan.profile import Block, Holding, Op, Profile, Traffic, Weight

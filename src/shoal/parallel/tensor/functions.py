@@ -47,7 +47,9 @@ def _kept(shape: tuple[int, ...], p: float, split: Split, like: Tensor, group: G
     order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
     whole = torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device)
     whole = whole.permute([order.index(d) for d in range(like.dim())])
-    return part_of(whole.bernoulli_(1 - p).div_(1 - p), split, group).clone()  # a view would keep the whole for backward
+    return part_of(
+        whole.bernoulli_(1 - p).div_(1 - p), split, group
+    ).clone()  # a view would keep the whole for backward
 
 
 def _dropout(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
@@ -105,7 +107,7 @@ def attention_layer(args: Any, kwargs: dict[str, Any], heads: int, group: Group)
 
 
 def _projected(read: Any, packed: Tensor, bias: Tensor | None) -> list[Tensor]:
-    """Query, key and value: one product for those in a row that are of the same tensor, of which so one copy is kept."""
+    """Query, key and value: one product for those in a row of the same tensor, of which so one copy is kept."""
     starts = [at for at in range(3) if at == 0 or read[at] is not read[at - 1]]
     size, found = packed.shape[0] // 3, list[Tensor]()
     for low, high in itertools.pairwise([*starts, 3]):
