@@ -230,3 +230,33 @@ def test_a_mask_made_for_every_sample_grows_with_the_micro_batch():
     ops = [op for block in profile(blueprint, ["qkv"]).blocks for op in block.ops]
     foretold = sum(op.kept_bytes * run_with + op.kept_fixed_bytes for op in ops)
     assert foretold == counted(model, lambda: model(x).square().sum(), [])
+
+
+class Feed(nn.Module):
+    """A column and a row layer, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.up(x).relu())).relu()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tensor_rank_keeps_its_part_of_a_mask_and_a_row_layers_output_in_its_own_type(precision):
+    """The mask is drawn for all ranks, and a bias in float32 must not widen what it is added to."""
+    model, x = Feed().train(), torch.zeros(SAMPLES, 8, 16)
+    policy = Precision(precision, "cpu")
+    with policy.forward():
+        blueprint = trace(model, (x,), {}, SAMPLES, Ending(lambda y, _: y.float().sum(), None))
+    foretold = said(blueprint, ["up", "drop", "down"], tensor=2)
+
+    def run() -> Any:
+        with policy.forward():
+            return model(x).float().sum()
+
+    with fake_ranks(2) as mesh:
+        apply(model, blueprint, roles(blueprint, 2), mesh)
+        assert counted(model, run, []) == foretold
