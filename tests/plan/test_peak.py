@@ -172,3 +172,24 @@ def test_a_tensor_rank_keeps_its_share_and_with_sequence_parallelism_less():
         ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward"),
         ("reduce_scatter", "forward"),
     ]  # fmt: skip
+
+
+@pytest.mark.unit
+def test_the_gradient_that_comes_back_waits_while_a_block_is_recomputed():
+    """Two blocks' inputs and generator states, the wide block's own, all that it keeps, and the gradient to come."""
+    carried, random = 50.0, 5056
+    four = list(blocks(100.0, carried).blocks)
+    four[2] = blocks(10_000.0, carried).blocks[2]
+    made = blocks(0.0).model_copy(update={"blocks": tuple(four)})
+    found = peak(made, Candidate(Mesh(), 1, 1, recompute="full"), CPU)
+    assert found.activations + found.logits == 3 * (carried + random) + (10_000 - carried) + carried
+
+
+@pytest.mark.unit
+def test_a_unit_that_is_reduced_holds_its_gradients_three_times():
+    """Whole, as they are sent, and this rank's shard of the sum; beside the unit that is fetched ahead."""
+    weight = Weight("w", 1000, 100, True, 1, False, "")
+    two = tuple(Block(f"b.{n}", "b", True, (), (), (weight._replace(name=f"w{n}"),), 0, 0) for n in range(2))
+    made = blocks(0.0).model_copy(update={"blocks": two})
+    found = peak(made, Candidate(Mesh(shard=2), 1, 1, states=States(4, 0, 4, 0)), CPU)
+    assert (found.weights, found.gradients, found.buffers) == (4000, 4000, 4000 + 4000 + 2000)
