@@ -9,7 +9,7 @@ from shoal.plan.candidate import Candidate, States
 from shoal.plan.from_blueprint import profile
 from shoal.plan.memory import peak, ranks
 from shoal.plan.mesh import Mesh
-from shoal.plan.profile import Block, Op, Profile, Weight
+from shoal.plan.profile import Block, Holding, Moment, Op, Profile, Weight
 from shoal.plan.schedule import SCHEDULES, action_lists
 
 BOUND = 0.05
@@ -193,3 +193,17 @@ def test_a_unit_that_is_reduced_holds_its_gradients_three_times():
     made = blocks(0.0).model_copy(update={"blocks": two})
     found = peak(made, Candidate(Mesh(shard=2), 1, 1, states=States(4, 0, 4, 0)), CPU)
     assert (found.weights, found.gradients, found.buffers) == (4000, 4000, 4000 + 4000 + 2000)
+
+
+@pytest.mark.unit
+def test_gradients_of_the_unit_that_runs_are_whole_until_it_is_reduced(made):
+    """A block's own moments tell them, and only sharded weights add them: others' lie in their buckets."""
+    block = next(block for block in made.blocks if block.repeated)
+    whole = sum(weight.numel for weight in block.weights) * 4
+    assert max(moment.gradient_bytes for moment in block.holding.backward) > 0.9 * whole
+    only = Block("b.0", "b", True, (), (), (Weight("w", 1000, 100, True, 1, False, ""),), 0, 0)
+    late = only._replace(holding=Holding(backward=(Moment(100_000, 0, 0, 3_000),)))
+    for mesh, more in ((Mesh(shard=2), 3_000), (Mesh(replicate=2), 0)):
+        one = blocks(0.0).model_copy(update={"blocks": (late,)})
+        held = peak(one, Candidate(mesh, 1, 1, states=States(4, 0, 4, 0)), CPU)
+        assert held.gradients == more + (0 if more else 4_000)
