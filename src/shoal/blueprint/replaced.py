@@ -57,14 +57,17 @@ def _gathered(op: Operation, sources: dict[int, int], seen: set[int], blueprint:
 
 
 def shares(blueprint: Blueprint, local: Divided) -> dict[int, float]:
-    """Which part of a value is kept, where it is not the part that this rank has: all of what is gathered, and less of
-    what an operation takes its part of."""
+    """Which part of a value is kept, where it is not the part that this rank has: all of what is gathered, and of what
+    is whole the part that each operation of one kind takes for itself."""
     storages, found = _Storages(blueprint), dict[int, float]()
     for op, own in zip(blueprint.operations, local.operations, strict=False):
         kept = {each.of for each in op.kept}
         for ref, shape in zip(tensors_of(op), own.taken, strict=True):
             if isinstance(ref.of, int) and ref.of in kept and ref.of not in local.splits:
-                found[ref.of] = math.prod(shape) / max(math.prod(blueprint.values[ref.of].shape), 1)
+                part = math.prod(shape) / max(math.prod(blueprint.values[ref.of].shape), 1)
+                readers = (blueprint.operations[reader].name for reader in blueprint.readers.get(ref.of, ()))
+                copies = sum(name == op.name for name in readers) if blueprint.values[ref.of].of_model else 0
+                found[ref.of] = part * copies if part < 1 and copies else 1.0  # without a gradient a part is a view
         views = storages.own.isdisjoint(op.gives)  # of what is gathered
         found.update(dict.fromkeys((storages.source(value) for value in own.gathered if views), 1.0))
     found.update(dict.fromkeys((storages.source(value) for value in local.gathered), 1.0))
