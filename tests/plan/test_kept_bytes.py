@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.zoo.families import FAMILIES
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
 from torch.utils.data import default_collate
 
 from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.positions import shared_positions
 from shoal.blueprint.roles import roles
 from shoal.blueprint.trace import Ending, trace
 from shoal.engine.precision import Precision
@@ -23,8 +27,20 @@ from shoal.plan.from_blueprint import profile
 
 SAMPLES, BOUND = 4, 0.01
 QUICK = ("gpt2", "MLP-Mixer")
-DIVIDED = ("olmo", "phi", "mixtral", "gpt_neox", "opt", "bert", "distilbert", "t5", "vit", "MLP", "MLP-Mixer")
 CELLS = [(family, precision) for family in FAMILIES for precision in ("fp32", "bf16")]
+MASKED = pytest.mark.xfail(strict=True, reason="its mask depends on the data: traced, not kept in the run; +1.2 %")
+DIVIDED = [
+    pytest.param(*cell, shared, marks=[MASKED] if cell == ("whisper", "fp32") else [])
+    for cell in CELLS
+    for shared in (False, True)
+    if cell[0] != "U-Net"
+]
+#: One of each mechanism: a key-value head that is repeated, packed keys and values, another attention layer, an
+#: autograd function of the model's own, positions gathered through views and anew.
+MECHANISMS = [
+    ("llama", "fp32", False), ("phi3", "fp32", False), ("nn.Transformer", "fp32", False), ("bloom", "fp32", False),
+    ("gpt2", "bf16", False), ("gpt2", "fp32", True), ("phi", "fp32", True),
+]  # fmt: skip
 
 
 def traced(family: str, precision: str) -> tuple[nn.Module, Any, Any, Blueprint]:
@@ -43,7 +59,8 @@ def counted(model: nn.Module, run: Callable[[], Any], held: list[Tensor]) -> int
     kept: dict[int, Any] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # a part of a tensor would be gathered first
+            storage = tensor.untyped_storage()
         if storage._cdata not in known:
             kept[storage._cdata] = storage
         return tensor
@@ -54,9 +71,9 @@ def counted(model: nn.Module, run: Callable[[], Any], held: list[Tensor]) -> int
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def said(blueprint: Blueprint, units: list[str], tensor: int = 1) -> float:
+def said(blueprint: Blueprint, units: list[str], **divided: Any) -> float:
     """A micro-batch's kept bytes by the profile."""
-    made = profile(blueprint, units, tensor=tensor)
+    made = profile(blueprint, units, **divided)
     ops = [op for block in made.blocks for op in block.ops]
     return sum(op.kept_bytes * SAMPLES + op.kept_fixed_bytes for op in ops)
 
@@ -112,10 +129,43 @@ def test_kept_bytes_on_a_tensor_rank():
     on_tensor_ranks("gpt2")
 
 
+@contextmanager
+def fake_ranks(number: int) -> Iterator[DeviceMesh]:
+    """A tensor group of which the first rank is here."""
+    dist.init_process_group("fake", rank=0, world_size=number, store=dist.HashStore())
+    try:
+        yield init_device_mesh("cpu", (number,), mesh_dim_names=("tensor",))
+    finally:
+        dist.destroy_process_group()
+
+
+def check_divided(family: str, precision: str, sequence_parallel: bool, degree: int = 2) -> None:
+    model, inputs, targets, blueprint = traced(family, precision)
+    policy, found = Precision(precision, "cpu"), roles(blueprint, degree)  # type: ignore[arg-type]
+    foretold = said(blueprint, unit_paths(model), tensor=degree, sequence_parallel=sequence_parallel)
+    positions = shared_positions(blueprint, found).layers if sequence_parallel else {}
+
+    def run() -> Any:
+        with policy.forward():
+            return FAMILIES[family].loss(model(**inputs), targets)
+
+    with fake_ranks(degree) as mesh:
+        apply(model, blueprint, found, mesh, positions)
+        real = counted(model, run, [])
+    print(f"[{family} {precision} {sequence_parallel}: {foretold:.0f} said, {real} kept, {foretold / real - 1:+.2%}]")
+    assert abs(foretold / real - 1) < BOUND, (foretold, real)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("family", "precision", "sequence_parallel"), MECHANISMS)
+def test_what_runs_on_parts_keeps_what_the_profile_says(family, precision, sequence_parallel):
+    check_divided(family, precision, sequence_parallel)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", DIVIDED)
-def test_kept_bytes_on_a_tensor_rank_of_a_family(family):
-    on_tensor_ranks(family)
+@pytest.mark.parametrize(("family", "precision", "sequence_parallel"), DIVIDED)
+def test_kept_bytes_on_a_tensor_rank_of_every_family(family, precision, sequence_parallel):
+    check_divided(family, precision, sequence_parallel)
 
 
 class Attending(nn.Module):
@@ -156,3 +206,57 @@ def test_a_gpu_keeps_what_its_kernels_are_stated_to_keep():
     flash, maths = (kept[k]["scaled_dot_product_attention"] for k in ("cuda-flash", "cuda-math"))
     assert flash == tokens * (96 + 32) * 4 + 4 * heads * tokens
     assert maths == tokens * (96 + 32) * 4 + 4 * heads * length * tokens
+
+
+class Masked(nn.Module):
+    """Attention with a mask made for every sample, from shapes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, -1))
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.zeros(x.shape[0], 1, x.shape[1], x.shape[1]).masked_fill(later, -1e9)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
+
+
+@pytest.mark.unit
+def test_a_mask_made_for_every_sample_grows_with_the_micro_batch():
+    model, traced_with, run_with = Masked().train(), 2, 6
+    few, x = (torch.zeros(samples, 16, 8) for samples in (traced_with, run_with))
+    blueprint = trace(model, (few,), {}, traced_with, Ending(lambda y, _: y.square().sum(), None))
+    ops = [op for block in profile(blueprint, ["qkv"]).blocks for op in block.ops]
+    foretold = sum(op.kept_bytes * run_with + op.kept_fixed_bytes for op in ops)
+    assert foretold == counted(model, lambda: model(x).square().sum(), [])
+
+
+class Feed(nn.Module):
+    """A column and a row layer, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.up(x).relu())).relu()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tensor_rank_keeps_its_part_of_a_mask_and_a_row_layers_output_in_its_own_type(precision):
+    """The mask is drawn for all ranks, and a bias in float32 must not widen what it is added to."""
+    model, x = Feed().train(), torch.zeros(SAMPLES, 8, 16)
+    policy = Precision(precision, "cpu")
+    with policy.forward():
+        blueprint = trace(model, (x,), {}, SAMPLES, Ending(lambda y, _: y.float().sum(), None))
+    foretold = said(blueprint, ["up", "drop", "down"], tensor=2)
+
+    def run() -> Any:
+        with policy.forward():
+            return model(x).float().sum()
+
+    with fake_ranks(2) as mesh:
+        apply(model, blueprint, roles(blueprint, 2), mesh)
+        assert counted(model, run, []) == foretold

@@ -9,7 +9,7 @@ from shoal.plan.candidate import Candidate, States
 from shoal.plan.from_blueprint import profile
 from shoal.plan.memory import peak, ranks
 from shoal.plan.mesh import Mesh
-from shoal.plan.profile import Block, Op, Profile, Weight
+from shoal.plan.profile import Block, Holding, Moment, Op, Profile, Weight
 from shoal.plan.schedule import SCHEDULES, action_lists
 
 BOUND = 0.05
@@ -172,3 +172,38 @@ def test_a_tensor_rank_keeps_its_share_and_with_sequence_parallelism_less():
         ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward"),
         ("reduce_scatter", "forward"),
     ]  # fmt: skip
+
+
+@pytest.mark.unit
+def test_the_gradient_that_comes_back_waits_while_a_block_is_recomputed():
+    """Two blocks' inputs and generator states, the wide block's own, all that it keeps, and the gradient to come."""
+    carried, random = 50.0, 5056
+    four = list(blocks(100.0, carried).blocks)
+    four[2] = blocks(10_000.0, carried).blocks[2]
+    made = blocks(0.0).model_copy(update={"blocks": tuple(four)})
+    found = peak(made, Candidate(Mesh(), 1, 1, recompute="full"), CPU)
+    assert found.activations + found.logits == 3 * (carried + random) + (10_000 - carried) + carried
+
+
+@pytest.mark.unit
+def test_a_unit_that_is_reduced_holds_its_gradients_three_times():
+    """Whole, as they are sent, and this rank's shard of the sum; beside the unit that is fetched ahead."""
+    weight = Weight("w", 1000, 100, True, 1, False, "")
+    two = tuple(Block(f"b.{n}", "b", True, (), (), (weight._replace(name=f"w{n}"),), 0, 0) for n in range(2))
+    made = blocks(0.0).model_copy(update={"blocks": two})
+    found = peak(made, Candidate(Mesh(shard=2), 1, 1, states=States(4, 0, 4, 0)), CPU)
+    assert (found.weights, found.gradients, found.buffers) == (4000, 4000, 4000 + 4000 + 2000)
+
+
+@pytest.mark.unit
+def test_gradients_of_the_unit_that_runs_are_whole_until_it_is_reduced(made):
+    """A block's own moments tell them, and only sharded weights add them: others' lie in their buckets."""
+    block = next(block for block in made.blocks if block.repeated)
+    whole = sum(weight.numel for weight in block.weights) * 4
+    assert max(moment.gradient_bytes for moment in block.holding.backward) > 0.9 * whole
+    only = Block("b.0", "b", True, (), (), (Weight("w", 1000, 100, True, 1, False, ""),), 0, 0)
+    late = only._replace(holding=Holding(backward=(Moment(100_000, 0, 0, 3_000),)))
+    for mesh, more in ((Mesh(shard=2), 3_000), (Mesh(replicate=2), 0)):
+        one = blocks(0.0).model_copy(update={"blocks": (late,)})
+        held = peak(one, Candidate(mesh, 1, 1, states=States(4, 0, 4, 0)), CPU)
+        assert held.gradients == more + (0 if more else 4_000)

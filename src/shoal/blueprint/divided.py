@@ -15,7 +15,7 @@ from shoal.blueprint.facts import Blueprint, Operation, Ref, refs
 from shoal.blueprint.positions import Positions, needed_positions
 from shoal.blueprint.roles import Roles
 from shoal.blueprint.rules import rule
-from shoal.blueprint.split import Refusal, Seen, Split, local_shape
+from shoal.blueprint.split import Refusal, Seen, Split, local_shape, local_size
 
 
 class Move(NamedTuple):
@@ -29,7 +29,8 @@ class Move(NamedTuple):
 
 class Local(NamedTuple):
     """An operation on one rank. ``taken``, ``given``: shapes of the tensors among its arguments, and of its results.
-    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values that it copies whole."""
+    ``divided``: it works on parts; ``how``: what runs in its place. ``gathered``: values that it copies whole;
+    ``entered``: of which it gathers the positions, as a region begins."""
 
     taken: tuple[tuple[int, ...], ...]
     given: tuple[tuple[int, ...], ...]
@@ -37,6 +38,7 @@ class Local(NamedTuple):
     moves: tuple[Move, ...]
     gathered: frozenset[int]
     how: str = ""
+    entered: tuple[int, ...] = ()
 
 
 class Divided(NamedTuple):
@@ -50,7 +52,8 @@ class Divided(NamedTuple):
 
     def share(self, value: int) -> float:
         """Which part of a value this rank holds."""
-        return 1 / self.degree if value in self.splits and value not in self.gathered else 1.0
+        split = self.splits.get(value)
+        return 1.0 if split is None or value in self.gathered else local_size(split, self.degree, 0) / split.size
 
 
 def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool = False) -> Divided:
@@ -65,12 +68,20 @@ def divided(blueprint: Blueprint, roles: Roles | None, sequence_parallel: bool =
 
 
 def input_values(blueprint: Blueprint) -> frozenset[int]:
-    """The values that depend on the samples: the inputs, the targets, and what is made of them."""
+    """The values that grow with the samples: the inputs, the targets, what is made of them, and what is made for as
+    many samples without them (masks)."""
     found = {*blueprint.inputs, *blueprint.targets}
     for operation in (*blueprint.operations, *blueprint.loss):
+        found.update(value for value in operation.gives if _for_samples(blueprint, value))
         if found.intersection(operation.reads):
             found.update(operation.gives)
     return frozenset(found)
+
+
+def _for_samples(blueprint: Blueprint, value: int) -> bool:
+    """Whether a value that depends on no parameter has a first dimension of the samples (of one none is told)."""
+    of = blueprint.values[value]
+    return not of.of_model and len(of.shape) > 1 and of.shape[0] == blueprint.samples > 1
 
 
 def _shape(blueprint: Blueprint, ref: Ref) -> tuple[int, ...]:
@@ -102,6 +113,7 @@ class _Replay:
         self.copied: set[int] = set()
         self.moves: list[Move] = []
         self.gathered: set[int] = set()
+        self.begun: list[int] = []  # values of which the operation at hand gathers the positions
 
     def run(self) -> Divided:
         found = [self.operation(operation) for operation in self.blueprint.operations]
@@ -109,6 +121,7 @@ class _Replay:
         self.moves, self.gathered = [], set()
         for value in left:
             self.gather(value)
+            del self.splits[value]  # the loss finds it whole
         if left and found:
             moves, gathered = (*found[-1].moves, *self.moves), found[-1].gathered | self.gathered
             found[-1] = found[-1]._replace(moves=moves, gathered=gathered)
@@ -120,7 +133,7 @@ class _Replay:
         return self.splits[value].dim == len(self.blueprint.values[value].shape) - 1
 
     def operation(self, operation: Operation) -> Local:
-        self.moves, self.gathered = [], set()
+        self.moves, self.gathered, self.begun = [], set(), []
         tensors = tensors_of(operation)
         before = [self.split(ref) for ref in tensors]
         outcome = self.outcome(operation) if any(split is not None for split in before) else None
@@ -150,6 +163,7 @@ class _Replay:
                 for value, split in zip(operation.gives, each, strict=True)
             ),
             outcome is not None, tuple(self.moves), frozenset(self.gathered), outcome.how if outcome else "",
+            tuple(self.begun),
         )  # fmt: skip
 
     def positions(self, operation: Operation, outcome: Outcome | None) -> Split | None:
@@ -208,6 +222,7 @@ class _Replay:
         if isinstance(value, int) and self.entered != value:
             self.entered = value
             self.copied.add(value)
+            self.begun.append(value)
             self.move("all_gather", "forward", [value])
             self.move("reduce_scatter", "backward", [value])
 

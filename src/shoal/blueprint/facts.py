@@ -11,12 +11,13 @@ from shoal.core.settings import Settings
 
 
 class Value(NamedTuple):
-    """A tensor that an operation gives, or an input. ``of_model``: depends on a parameter."""
+    """A tensor that an operation gives, or an input. ``of_model``: depends on a parameter. ``strides``: in numbers."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     of_model: bool
+    strides: tuple[int, ...] = ()
 
 
 class Parameter(NamedTuple):

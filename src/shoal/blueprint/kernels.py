@@ -30,11 +30,16 @@ def on(kernels: str, blueprint: Blueprint) -> Blueprint:
         return blueprint
     every = [*blueprint.operations, *blueprint.loss]
     changed = {n: table[op.name](op, blueprint) for n, op in enumerate(every) if op.name in table and op.kept}
+    return kept_otherwise(blueprint, changed)
+
+
+def kept_otherwise(blueprint: Blueprint, changed: dict[int, tuple[Kept, ...]]) -> Blueprint:
+    """The blueprint with what some operations (of the loss too) keep as given, by number."""
+    every, cut = [*blueprint.operations, *blueprint.loss], len(blueprint.operations)
     made = [
         op._replace(kept=changed[n], kept_bytes=sum(kept.bytes for kept in changed[n])) if n in changed else op
         for n, op in enumerate(every)
     ]
-    cut = len(blueprint.operations)
     return blueprint.model_copy(
         update={
             "operations": tuple(made[:cut]), "loss": tuple(made[cut:]),

@@ -83,6 +83,36 @@ def local_shape(shape: tuple[int, ...], split: Split | None, degree: int, rank: 
     return (*shape[: split.dim], local_size(split, degree, rank), *shape[split.dim + 1 :])
 
 
+def local_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], split: Split | None, degree: int
+) -> tuple[int, ...]:
+    """The strides of the first rank's part of a tensor; dimensions around the split one move closer together."""
+    if split is None or not strides[split.dim]:
+        return strides
+    whole, part = shape[split.dim] * strides[split.dim], local_size(split, degree, 0) * strides[split.dim]
+    return tuple(stride // whole * part if stride >= whole else stride for stride in strides)
+
+
+def viewable(shape: tuple[int, ...], strides: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a reshape to ``after`` needs no copy, as torch decides it (aten/src/ATen/TensorUtils.cpp, computeStride):
+    dimensions that become one must lie one after the other."""
+    if not shape or 0 in shape:
+        return True
+    at, base, old, new = len(after) - 1, strides[-1], 1, 1
+    for dim in reversed(range(len(shape))):
+        old *= shape[dim]
+        if dim and (shape[dim - 1] == 1 or strides[dim - 1] == old * base):
+            continue
+        while at >= 0 and (new < old or after[at] == 1):
+            new *= after[at]
+            at -= 1
+        if new != old:
+            return False
+        if dim:
+            base, old, new = strides[dim - 1], 1, 1
+    return at < 0
+
+
 def spans(split: Split, degree: int, rank: int) -> list[tuple[int, int, int]]:
     """(offset in the whole dimension, offset in the rank's, length) of each piece that a rank holds."""
     found, whole, local = [], 0, 0

@@ -141,7 +141,8 @@ class _Watcher(TorchFunctionMode):
         key = id(tensor)
         self.numbers[key] = len(self.values)
         self.watched.append(weakref.ref(tensor, lambda _: self.numbers.pop(key, None)))
-        self.values.append(Value(tuple(tensor.shape), _dtype(tensor), tensor.numel() * tensor.element_size(), of_model))
+        nbytes = tensor.numel() * tensor.element_size()
+        self.values.append(Value(tuple(tensor.shape), _dtype(tensor), nbytes, of_model, tuple(tensor.stride())))
         return self.numbers[key]
 
     def values_of(self, found: Any) -> list[int]:

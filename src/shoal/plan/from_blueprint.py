@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from shoal.blueprint.cut import carried_bytes, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
-from shoal.blueprint.facts import Blueprint, Operation, Storage, inside
-from shoal.blueprint.kernels import on
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
+from shoal.blueprint.kernels import kept_otherwise, on
+from shoal.blueprint.replaced import moved, replaced, shares, views
 from shoal.blueprint.roles import Roles, roles
+from shoal.blueprint.split import local_size
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
 from shoal.plan.profile import Block, Holding, Op, Profile, Traffic, Weight
@@ -89,10 +91,15 @@ class _Maker:
     def __init__(
         self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
     ) -> None:
-        self.blueprint, self.found, self.samples = blueprint, found, blueprint.samples
-        self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
+        self.found, self.samples = found, blueprint.samples
         self.local: Divided = divided(blueprint, found, sequence_parallel)
+        self.replaced = replaced(blueprint, self.local)
+        self.views, self.shares = views(blueprint, self.local), shares(blueprint, self.local)
+        self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
+        self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.moved = moved(blueprint, self.local)
+        self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
         self.repeated = _repeated(blueprint, units)
 
@@ -110,49 +117,72 @@ class _Maker:
     def share(self, of: int | str | None) -> float:
         """Which part of a value, or of a parameter, this rank holds."""
         if isinstance(of, int):
-            return self.local.share(of)
-        if isinstance(of, str):
-            role = self.found.role.get(self.blueprint.parameter[of].name) if self.found else None  # a buffer has none
-            return 1 / self.local.degree if role and role.split else 1.0
-        return 1.0
+            return self.shares.get(of, self.local.share(of))
+        role = self.found.role.get(self.blueprint.parameter[of].name) if self.found and of else None  # buffers: none
+        return local_size(role.split, self.local.degree, 0) / role.split.size if role and role.split else 1.0
 
-    def sized(self, of: int | str | None, operation: int, nbytes: int, numel: int, backward: bool) -> Pair:
+    def kept(self, kept: Kept, operation: int, before: Sequence[Kept] = ()) -> Pair:
+        """A storage that an operation's forward leaves for backward, as ``sized``; ``before``: those left before it."""
+        of, nbytes, numel = kept
+        if of is None and operation in self.replaced:
+            return nbytes / self.samples, 0.0  # as this rank keeps it
+        if isinstance(of, int) and of in self.views and nbytes == self.blueprint.values[of].bytes:
+            source = self.views[of]
+            if source is None:
+                return 0.0, 0.0
+            of, nbytes = source, self.blueprint.values[source].bytes
+        nth = sum(each.of is None and each.numel == numel for each in before)
+        return self.sized(Kept(of, nbytes, numel), operation, False, nth)
+
+    def sized(self, kept: Kept, operation: int, backward: bool, nth: int = 0) -> Pair:
         """A storage of the traced micro-batch as (bytes per sample, fixed bytes) on this rank. ``operation``: whose
-        forward or backward made it, or whose forward keeps it."""
+        forward or backward made it, or whose forward keeps it; as the ``nth`` of its size that is no value."""
+        of, nbytes, numel = kept
         share, grows = self.share(of), isinstance(of, int) and of in self.of_input
         if of is None and operation < len(self.operations):
-            share, grows = self.like(operation, numel, backward)
-            if self.local.operations[operation].how == "cross_entropy" and not backward and share < 1:
-                share *= 2  # over parts of the classes their exponentials are kept beside the logarithms
+            share, grows = self.like(operation, numel, backward, nth)
         return (nbytes * share / self.samples, 0.0) if grows else (0.0, nbytes * share)
 
-    def like(self, operation: int, numel: int, backward: bool) -> tuple[float, bool]:
-        """(share, whether it grows with the samples) of an operation's intermediate: as that of its tensors of as many
-        numbers, in backward also of its weights; else as all of them."""
+    def like(self, operation: int, numel: int, backward: bool, nth: int = 0) -> tuple[float, bool]:
+        """(share, whether it grows with the samples) of an operation's intermediate: as that of the ``nth`` of its
+        tensors of as many numbers, of what it takes (copies in forward, gradients in backward) before what it gives, in
+        backward also of its weights; else as all of them."""
         op, local = self.operations[operation], self.local.operations[operation]
-        for value, shape in zip(op.gives, local.given, strict=True):
-            if math.prod(self.blueprint.values[value].shape) == numel:
-                return math.prod(shape) / max(numel, 1), value in self.of_input
-        for ref, shape in zip(tensors_of(op), local.taken, strict=True):
-            if isinstance(ref.of, int) and math.prod(self.blueprint.values[ref.of].shape) == numel:
-                return math.prod(shape) / max(numel, 1), ref.of in self.of_input
+        alike = [
+            (math.prod(shape) / max(numel, 1), value in self.of_input)
+            for values, shapes in (([ref.of for ref in tensors_of(op)], local.taken), (op.gives, local.given))
+            for value, shape in zip(values, shapes, strict=True)
+            if isinstance(value, int) and math.prod(self.blueprint.values[value].shape) == numel
+        ]
+        if nth < len(alike):
+            return alike[nth]
         for name in op.parameters if backward else ():
             if math.prod(self.blueprint.parameter[name].shape) == numel:
                 return self.share(name), False
-        split = local.divided and any(value in self.local.splits for value in (*op.gives, *op.reads))
-        return (1 / self.local.degree if split else 1.0), bool(self.of_input.intersection((*op.gives, *op.reads)))
+        values = (*op.gives, *op.reads)
+        parts = [self.local.share(value) for value in values if value in self.local.splits and local.divided]
+        return min(parts, default=1.0), bool(self.of_input.intersection(values))
 
     def storage(self, storage: Storage) -> Pair:
         assert self.blueprint.timeline is not None
+        if storage.numel == 0:
+            return storage.bytes / self.samples, 0.0  # of a collective, as this rank holds it
         backward = storage.born > self.blueprint.timeline.forward[-1]
-        return self.sized(storage.of, storage.operation, storage.bytes, storage.numel, backward)
+        kept = Kept(storage.of, storage.bytes, storage.numel)
+        if not storage.kept or backward:
+            return self.sized(kept, storage.operation, backward)
+        before = self.left.setdefault(storage.operation, [])
+        before.append(kept)
+        return self.kept(kept, storage.operation, before[:-1])
 
     def blocks(self) -> tuple[Block, ...]:
         held: list[Holding | None] = [None] * len(self.spans)
         if self.blueprint.timeline is not None:
             starts = [span.begin for span in self.spans]
             gradient = {p.name: self.bytes_of(p.name) for p in self.blueprint.parameters if p.trains}
-            found = holdings(self.blueprint.timeline, starts, self.storage, gradient)
+            timeline = self.blueprint.timeline
+            timeline = timeline._replace(storages=(*timeline.storages, *self.moved))
+            found = holdings(timeline, starts, self.storage, gradient)
             held = [h._replace(between=self.between(span)) for h, span in zip(found, self.spans, strict=True)]
         weights = self.weights()
         made = []
@@ -205,7 +235,7 @@ class _Maker:
             share = self.share(parameter.name)
             dim = self.found.role[parameter.name].split if self.found else None
             rows = parameter.shape[0] if parameter.shape else 0
-            rows = rows // self.local.degree if dim is not None and dim.dim == 0 else rows
+            rows = local_size(dim, self.local.degree, 0) if dim is not None and dim.dim == 0 else rows
             at = readers.get(parameter.name) or {self.home(parameter.name)}
             weight = Weight(
                 parameter.name, round(math.prod(parameter.shape) * share), rows, parameter.trains,
@@ -234,7 +264,7 @@ class _Maker:
     def op(self, number: int) -> Op:
         """An operation for one sample."""
         of, local = self.operations[number], self.local.operations[number]
-        kept = [self.sized(each.of, number, each.bytes, each.numel, False) for each in of.kept]
+        kept = [self.kept(each, number, of.kept[:at]) for at, each in enumerate(of.kept)]
         fixed = sum(self.bytes_of(name) for name in of.parameters)
         whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
         part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))

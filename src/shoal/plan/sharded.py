@@ -206,6 +206,24 @@ class Sharded:
         weights = {w.name: w.numel for n in numbers for w in self.blocks[n].weights if w.trains}
         return sum(weights.values()) * self.states.gradient
 
+    def traffic(self) -> dict[str, float]:
+        """Bytes of a step's collectives of weights and gradients by axis, of the whole buffers: units are gathered and
+        reduced as often as parallel/shard says, copies of a gradient are summed once."""
+        if self.shards == 1:
+            return {"replicate": self.gradients} if self.candidate.mesh.replicate > 1 else {}
+        micros = self.candidate.accumulation
+        stay = self.staged or self.candidate.shard_level < 3
+        gathers = {unit: 1 if stay else micros * (1 + (unit != ROOT)) for unit in self.whole}
+        gathered = sum(whole * gathers[unit] for unit, whole in self.whole.items())
+        reduced = sum(self.sent.values()) * (1 if self.accumulates else micros)
+        found = {"shard": gathered + reduced}
+        alone = sum(w.numel for w, u in self.held if w.trains and (not w.rows or (self.staged and u == ROOT)))
+        both = "replicate x shard" if self.candidate.mesh.replicate > 1 else "shard"
+        found[both] = found.get(both, 0.0) + alone * self.states.gradient
+        if self.candidate.mesh.replicate > 1:
+            found["replicate"] = sum(self.mine.values())
+        return {axis: nbytes for axis, nbytes in found.items() if nbytes}
+
     def updating(self) -> Held:
         """While the optimizer runs."""
         return Held(0.0, self.gradients, 0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.blueprint.cut import cut
@@ -18,6 +17,7 @@ from shoal.plan.memory import ranks, recomputed
 from shoal.plan.plan import Plan
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import rank_stages
+from shoal.plan.sharded import Sharded
 
 #: Memory depends on a device by its kernels and what it reserves alone: those of a CPU that reserves nothing.
 BARE_CPU = find("h100").device.model_copy(update={"kernels": "cpu", "reserved_bytes": 0})
@@ -50,8 +50,7 @@ def foretell(sketch: Sketch, plan: Plan, device: Device = BARE_CPU) -> list[Fore
 
 
 def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[str, float]]:
-    """FLOPs and traffic of a step. Gradients over replicate: every trained weight once; weights and gradients over
-    shard are not predicted here, since they depend on when a unit is gathered anew."""
+    """FLOPs and traffic of a step; of a pipeline what this rank sends and what it receives."""
     samples = candidate.micro_batch * candidate.accumulation
     again = recomputed(made, candidate)
     starts = [*candidate.starts, len(made.blocks)]
@@ -64,9 +63,17 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
         for each in made.blocks[number].traffic:
             times = 1 + (number in again and each.phase == "forward")
             traffic[each.axis] += each.bytes * samples * times
-    if candidate.mesh.replicate > 1 and candidate.mesh.shard == 1:
-        traffic["replicate"] = _trained([made.blocks[n] for n in numbers]) * candidate.states.gradient
-    return flops, dict(traffic)
+    for stage in stages:
+        inside = (stage - 1 in stages, stage + 1 in stages)
+        ends = [
+            made.blocks[starts[at]].carried_bytes
+            for at, here in zip((stage, stage + 1), inside, strict=True)
+            if 0 < at < len(starts) - 1 and not here
+        ]
+        traffic["pipeline"] += 2 * sum(ends) * samples  # values one way, gradients the other
+    for axis, nbytes in Sharded(made, candidate, numbers).traffic().items():
+        traffic[axis] += nbytes
+    return flops, {axis: nbytes for axis, nbytes in traffic.items() if nbytes}
 
 
 def _forward(block: Block) -> float:
@@ -75,7 +82,3 @@ def _forward(block: Block) -> float:
 
 def _flops(block: Block) -> float:
     return sum(op.flops * (1 + op.backward) for op in block.ops)
-
-
-def _trained(blocks: Sequence[Block]) -> int:
-    return sum({w.tie or w.name: w.numel for block in blocks for w in block.weights if w.trains}.values())

@@ -178,7 +178,7 @@ def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
     run.enter = enter  # type: ignore[method-assign]
     try:
         with ExitStack() as stack:
-            for each in (mode, counting, counting.resizing(), counting.objects()):
+            for each in (mode, counting, counting.resizing(), counting.generators(), counting.objects()):
                 stack.enter_context(each)
             windows = [_shaped(window, plan, counting) for _ in range(2)]  # the loader reads the next one ahead
             for tensor in [*run.model.parameters(), *run.model.buffers()]:

@@ -191,6 +191,24 @@ class Counting(TorchDispatchMode):
             dist.all_gather_object = original
 
     @contextmanager
+    def generators(self) -> Iterator[None]:
+        """A generator's state, which recomputing keeps of each block, comes of no operation: it is seen while this
+        holds."""
+        original = torch.get_rng_state
+
+        def state() -> Tensor:
+            with _disable_current_modes():
+                found = original()
+            self.see(found, "activations")
+            return found
+
+        torch.get_rng_state = state
+        try:
+            yield
+        finally:
+            torch.get_rng_state = original
+
+    @contextmanager
     def resizing(self) -> Iterator[None]:
         """FSDP frees and takes memory by resizing storages, which is no operation: it is seen while this holds."""
         original = torch.UntypedStorage.resize_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,9 @@ def _kept(shape: tuple[int, ...], p: float, split: Split, like: Tensor, group: G
     order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
     whole = torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device)
     whole = whole.permute([order.index(d) for d in range(like.dim())])
-    return part_of(whole.bernoulli_(1 - p).div_(1 - p), split, group)
+    return part_of(
+        whole.bernoulli_(1 - p).div_(1 - p), split, group
+    ).clone()  # a view would keep the whole for backward
 
 
 def _dropout(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, group: Group) -> Tensor:
@@ -66,7 +69,7 @@ def _attention(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, gr
     assert isinstance(split, Split)
     if outcome.local:
         key, value = (
-            part_of(t.repeat_interleave(split.size // t.shape[-3], -3), split.on(t.dim() - 3), group)
+            part_of(t.repeat_interleave(split.size // t.shape[-3], -3), split.on(t.dim() - 3), group).clone()
             for t in (key, value)
         )
     elif given.get("enable_gqa"):
@@ -87,11 +90,9 @@ def _attention(ready: list[Tensor], args: Any, kwargs: Any, outcome: Outcome, gr
 def attention_layer(args: Any, kwargs: dict[str, Any], heads: int, group: Group) -> Tensor:
     """torch's multi_head_attention_forward ([T, B, D]) on this rank's heads, to be summed, without its last bias."""
     packed, bias, dropout, out = (args[place] for place in (5, 6, 10, 11))
-    biases = bias.chunk(3) if bias is not None else (None,) * 3
     size = args[0].shape[-1] // heads
     query, key, value = (
-        F.linear(x, w, b).unflatten(-1, (-1, size)).permute(1, 2, 0, 3)
-        for x, w, b in zip(args[:3], packed.chunk(3), biases, strict=True)
+        part.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for part in _projected(args[:3], packed, bias)
     )  # [B, H, T, K]
     padding, mask = kwargs.get("key_padding_mask"), kwargs.get("attn_mask")
     causal = bool(kwargs.get("is_causal")) and padding is None
@@ -103,6 +104,17 @@ def attention_layer(args: Any, kwargs: dict[str, Any], heads: int, group: Group)
     ready = [query, key, value, *([] if mask is None else [mask])]
     made = _attention(ready, (), given, Outcome(Split(1, (heads,)), (), "attention", False), group)
     return F.linear(made.permute(2, 0, 1, 3).flatten(2), out)
+
+
+def _projected(read: Any, packed: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """Query, key and value: one product for those in a row of the same tensor, of which so one copy is kept."""
+    starts = [at for at in range(3) if at == 0 or read[at] is not read[at - 1]]
+    size, found = packed.shape[0] // 3, list[Tensor]()
+    for low, high in itertools.pairwise([*starts, 3]):
+        rows = slice(low * size, high * size)
+        made = F.linear(read[low], packed[rows], None if bias is None else bias[rows])
+        found += made.chunk(high - low, -1)
+    return found
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Group:
     def gathered(self, part: Tensor, split: Split) -> Tensor:
         """Collective. The whole tensor of all ranks' parts."""
         sizes = [local_size(split, self.degree, rank) for rank in range(self.degree)]
-        part = _padded(part, split.dim, max(sizes))
+        part = _padded(part, split.dim, max(sizes)).contiguous()
         every = part.new_empty((self.degree, *part.shape))
         if not shapes_only(part):
             dist.all_gather_into_tensor(every.flatten(0, 1), part, group=self.ranks)
@@ -70,7 +70,7 @@ class Group:
 def _padded(part: Tensor, dim: int, size: int) -> Tensor:
     """Ranks with less than the others send zeros behind it: collectives move equal sizes."""
     short = size - part.shape[dim]
-    return (F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, short)) if short else part).contiguous()
+    return F.pad(part, (0, 0) * (part.dim() - 1 - dim) + (0, short)) if short else part
 
 
 def taken(tensor: Tensor, split: Split, degree: int, rank: int) -> Tensor:

@@ -284,7 +284,8 @@ def _positions(found: list[Tensor]) -> Positions | None:
 
 
 def _summed(made: Tensor, found: list[Tensor], bias: Tensor | None, group: Group) -> Tensor:
-    """Collective. Partial results added up: whole, or this rank's positions of them; then the bias added once.
+    """Collective. Partial results added up: whole, or this rank's positions of them; then the bias added once, in
+    their type, as autocast has it.
 
     What every rank adds alike to the whole has its gradient alike; added to the positions, it is to be summed.
     """
@@ -294,6 +295,6 @@ def _summed(made: Tensor, found: list[Tensor], bias: Tensor | None, group: Group
         bias = gather(bias, bias._split, group)
     if split is None:
         made = total(made, group)
-        return made if bias is None else made + bias
+        return made if bias is None else made + bias.to(made.dtype)
     made = total_part(made, split, group)
-    return marked(made if bias is None else made + enter(bias, group), split, group)
+    return marked(made if bias is None else made + enter(bias, group).to(made.dtype), split, group)
