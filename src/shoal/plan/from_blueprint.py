@@ -279,6 +279,7 @@ class _Maker:
             of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,
             moved * ratio / self.samples * bool(of.launches or joined), fixed * bool(of.launches),
             sum(each[0] for each in kept), self.backward(of), of.launches, sum(each[1] for each in kept),
+            joins=joined,
         )  # fmt: skip
 
     def shape(self, of: Operation, local: Local) -> tuple[float, float, float]:

@@ -24,7 +24,7 @@ class Op(NamedTuple):
     samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
     ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are.
     ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward. ``precision``: where
-    it is not the profile's.
+    it is not the profile's. ``joins``: a view, whose gradients are put together: no forward, a copy in the backward.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Op(NamedTuple):
     launches: float
     kept_fixed_bytes: float = 0
     precision: str = ""
+    joins: bool = False
 
 
 class Traffic(NamedTuple):

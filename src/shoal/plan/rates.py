@@ -70,7 +70,7 @@ def op_seconds(op: Op, micro_batch: float, device: Device, precision: str) -> tu
     """Seconds of an operation's forward and backward for ``micro_batch`` samples: the longer of arithmetic and memory
     traffic (roofline, Williams et al. 2009, https://doi.org/10.1145/1498765.1498785)."""
     moved = stream_seconds(device, op.moved_bytes * micro_batch + op.fixed_bytes)
-    if not op.launches:  # a view, whose gradients are put together
+    if op.joins:
         return 0.0, moved * op.backward
     if op.kind == "memory":
         return _elementwise(op, moved, micro_batch, device)
