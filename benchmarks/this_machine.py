@@ -406,8 +406,8 @@ def _run(*command: str) -> None:
 # All of it
 
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """The sketches, and for every world and link the constants and each plan's steps."""
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All so far, after every world and link: its constants, and each plan's steps."""
     clusters: dict[tuple[int, str], Cluster] = {}
     rows: list[dict[str, Any]] = []
     sketches = {name: sketch_of(name) for name in args.models}
@@ -426,8 +426,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
                         rows += [row | {"link": link} for row in each.back()]
                 finally:
                     workers.stop()
-    constants = [{"world": at[0], "link": at[1], "cluster": cluster.to_toml()} for at, cluster in clusters.items()]
-    return {"batch": args.batch, "constants": constants, "rows": rows, "environment": environment()}
+                constants = [
+                    {"world": at[0], "link": at[1], "cluster": cluster.to_toml()} for at, cluster in clusters.items()
+                ]
+                yield {"batch": args.batch, "constants": constants, "rows": rows, "environment": environment()}
 
 
 def asked(workers: Workers, known: Cluster | None, args: argparse.Namespace) -> Cluster:
@@ -616,9 +618,9 @@ def main() -> None:
     """Measure or read, predict, compare."""
     args = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # namespaces go on the way out
-    raw = together(args.sources) if args.sources else measured(args)
-    if args.raw:
-        Path(args.raw).write_text(json.dumps(raw))
+    for raw in [together(args.sources)] if args.sources else measured(args):
+        if args.raw:
+            Path(args.raw).write_text(json.dumps(raw))
     rows = predicted(raw)
     of = groups(rows)
     if args.every:
