@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.harness import run_ranks
 from torch import nn
 
 import shoal
@@ -13,7 +14,7 @@ from shoal.job import Loss
 from shoal.models.gpt import GPT
 from shoal.plan.mesh import Mesh
 from shoal.verify.rehearsed_report import Rehearsal
-from small_jobs import Rows, job
+from small_jobs import Rows, job, start
 
 
 def language(layers: int = 4, rows: int = 4096, **more):
@@ -182,3 +183,21 @@ def test_a_process_with_a_group_of_its_own_is_refused():
             shoal.rehearse(language())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+def test_a_run_after_a_rehearsal_in_one_process_is_not_mistaken_for_its_rank(tmp_path):
+    """DTensor remembered the rehearsed rank's shapes: the forked workers of a later run both took rank 0's shards."""
+
+    def losses(settings):
+        def rank(_):
+            run = start(made, tmp_path / str(settings), steps=2, micro_batch=2, **settings)
+            found = [run.step(window).loss for window in run.windows()]
+            run.close()
+            return found
+
+        return run_ranks(rank, 2)[0]
+
+    made = language(rows=8)
+    shoal.rehearse(made, mesh="shard=2", micro_batch=2, global_batch=4, predict=False)
+    assert losses({"mesh": "shard=2", "global_batch": 4}) == pytest.approx(losses({"global_batch": 4}), rel=1e-5)

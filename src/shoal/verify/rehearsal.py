@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import fake_pg  # registers the backend "fake"
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -154,13 +156,21 @@ def _rehearsed(job: Job, settings: RunSettings, plan: Plan, rank: int, said: For
 
 @contextmanager
 def _world(rank: int, ranks: int) -> Iterator[None]:
-    """A world in which nobody else is."""
+    """A world in which nobody else is. Nothing that DTensor remembers of it is left: its shapes are this rank's, and a
+    mesh of the same form is the same to it, so that another rank, real ones of this process's forks too, took them."""
+    _forget()
     dist.init_process_group(fake_pg.dist.Backend.FAKE, rank=rank, world_size=ranks, store=dist.HashStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget()
         gc.collect()  # modules and hooks hold each other, and groups
+
+
+def _forget() -> None:
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
