@@ -6,6 +6,7 @@ import pytest
 
 from shoal.cluster.facts import Cluster, Device, Fit, Function, Link, Product, Stream
 from shoal.core.errors import ConfigError
+from shoal.plan import host
 from shoal.plan.candidate import Candidate, States
 from shoal.plan.collectives import Span
 from shoal.plan.host import summed
@@ -250,13 +251,13 @@ def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
     sums = tuple(Traffic("tensor", "all_reduce", phase, 0.0) for phase in ("forward", "backward"))
     tensor = model(block("a", bare, traffic=sums), block("b", bare))
     assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(
-        3 * 2 * 30 * 1e-5, rel=1e-4
+        3 * 2 * host.CALL * 1e-5, rel=1e-4
     )
     stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
     half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
-    assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * 80 * 1e-5, rel=1e-4)
+    assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * host.ACTION * 1e-5, rel=1e-4)
     split = price(stages, half._replace(schedule="interleaved-zero-bubble"), cluster)
-    assert split.rest_s == pytest.approx(4 * (2 * 80 + 230) * 1e-5, rel=1e-4)
+    assert split.rest_s == pytest.approx(4 * (2 * host.ACTION + host.WEIGHTS) * 1e-5, rel=1e-4)
     assert price(stages, half, CLUSTER).rest_s == 0
 
 

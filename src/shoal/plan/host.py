@@ -1,7 +1,8 @@
 """What a step costs besides on a host that also computes: nothing hides the engine's own work, and shards have no
 streams to hide on.
 
-Counts of kernel starts were fitted to processor seconds of the main thread (docs/planning.md, "This machine").
+Counts of kernel starts were fitted to steps of two models over loopback; another model and a slow link are predicted
+(docs/planning.md, "This machine"). They hold what waking the threads that move data takes, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shoal.plan.rates import stream_seconds
 
 #: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
 #: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated.
-CALL, UNIT, ACTION, WEIGHTS, UPDATE = 30, 80, 80, 230, 1
+CALL, UNIT, ACTION, WEIGHTS, UPDATE = 78, 145, 139, 228, 1
 #: Bytes of what ranks tell each other once a step: loss, count, norm, signals (engine/step.py).
 FIGURES_BYTES = 2048
 _APART = ("interleaved-zero-bubble", "zbv", "dualpipev")
