@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -15,6 +17,15 @@ def key(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+@cache
+def _seed_accelerator() -> Callable[[int], object] | None:
+    """What seeds every device of the accelerator that is there, if one is: asked once, not at each micro-batch."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return getattr(module, "manual_seed_all", None) or module.manual_seed
+
+
 def seed_all(*parts: int) -> None:
     """Seed torch on the CPU and on the accelerator that is there, numpy and random, from ``parts``.
 
@@ -23,6 +34,6 @@ def seed_all(*parts: int) -> None:
     """
     value = key(*parts)
     seed_globals(value)
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        getattr(module, "manual_seed_all", module.manual_seed)(value)
+    seed = _seed_accelerator()
+    if seed is not None:
+        seed(value)

@@ -189,8 +189,7 @@ def _received_first(actions: Sequence[_Action]) -> list[_Action]:
     values on a slow link, so that gradients would only start to come back when these have gone. The buffers are there
     anyway. (NCCL runs what goes between two ranks in turn: a receive that is posted early would hold up the sends.)
     """
-    early = [action for action in actions if action.computation_type in (RECV_F, RECV_B)]
-    return [*early, *(action for action in actions if action.computation_type not in (RECV_F, RECV_B))]
+    return sorted(actions, key=lambda action: action.computation_type not in (RECV_F, RECV_B))  # keeps their order
 
 
 def _flat(actions: Sequence[Action | Overlap]) -> list[Action]:
