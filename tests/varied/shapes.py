@@ -45,13 +45,12 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Base: tokens -> blocks -> head."""
 
+    B: type[nn.Module] = Block
+
     def __init__(self):
         super().__init__()
         self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V)
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-
-    def block(self):
-        return Block()
+        self.blocks = nn.ModuleList(self.B() for _ in range(4))
 
     def forward(self, ids):
         x = self.tokens(ids)
@@ -92,9 +91,6 @@ class Lists(Words):
         def forward(self, xs):
             first, second = xs
             return [self.a(first) + second, self.b(second)]
-
-    def block(self):
-        return Lists.B()
 
     def forward(self, ids):
         xs = [self.tokens(ids), self.tokens(ids.flip(1))]
@@ -238,9 +234,6 @@ class WeightNorm(Words):
         def forward(self, x):
             return x + self.down(torch.relu(self.up(x)))
 
-    def block(self):
-        return WeightNorm.B()
-
 
 class Symmetric(nn.Module):
     def forward(self, w):
@@ -257,9 +250,6 @@ class Parametrized(Words):
         def forward(self, x):
             return x + self.down(torch.tanh(self.square(x)))
 
-    def block(self):
-        return Parametrized.B()
-
 
 class Spectral(Words):
     """spectral_norm keeps a state that each training forward changes."""
@@ -271,9 +261,6 @@ class Spectral(Words):
 
         def forward(self, x):
             return x + self.down(torch.relu(self.up(x)))
-
-    def block(self):
-        return Spectral.B()
 
 
 class Branches(nn.Module):

@@ -22,9 +22,6 @@ class InPlace(Words):
             y[:, 0] = y[:, 0] * 2
             return y
 
-    def block(self):
-        return InPlace.B()
-
     def forward(self, ids):
         x = self.tokens(ids)
         for block in self.blocks:
@@ -70,9 +67,6 @@ class Custom(Words):
         def forward(self, x):
             return x + self.down(Swish.apply(self.up(RowNorm.apply(x))))
 
-    def block(self):
-        return Custom.B()
-
 
 class CustomInside(Words):
     """A hand-written function over the divided dimension."""
@@ -84,9 +78,6 @@ class CustomInside(Words):
 
         def forward(self, x):
             return x + self.down(RowNorm.apply(self.up(x)))
-
-    def block(self):
-        return CustomInside.B()
 
 
 class Bag(nn.Module):
@@ -120,9 +111,6 @@ class TopK(Words):
             gates = torch.zeros_like(scores).scatter(-1, index, top / top.sum(-1, keepdim=True))
             return x + sum(gates[..., e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
 
-    def block(self):
-        return TopK.B()
-
 
 class Stacked(Words):
     """Mixture of experts with stacked weights, by einsum."""
@@ -140,9 +128,6 @@ class Stacked(Words):
             gates = self.router(x).softmax(-1)
             h = F.gelu(torch.einsum("btd,edh->bteh", x, self.up))
             return x + torch.einsum("bteh,ehd,bte->btd", h, self.down, gates)
-
-    def block(self):
-        return Stacked.B()
 
 
 class Sparse(Words):
@@ -163,9 +148,6 @@ class Sparse(Words):
                 at = (best == e).nonzero().squeeze(-1)
                 out = out.index_add(0, at, expert(flat[at]) * gates[at, e, None])
             return x + out.view_as(x)
-
-    def block(self):
-        return Sparse.B()
 
 
 class Parameters(nn.Module):
@@ -201,9 +183,6 @@ class Nested(Words):
                 {"depth": info["depth"] + 1, "last": x.mean(1, keepdim=True)},
             )
 
-    def block(self):
-        return Nested.B()
-
     def forward(self, ids):
         x = self.tokens(ids)
         state = (x, (torch.zeros_like(x), {"depth": 0, "last": x[:, :1]}))
@@ -225,9 +204,6 @@ class Dropping(Words):
 
         def forward(self, x):
             return x + self.last(self.drop(self.down(self.drop(torch.relu(self.up(x))))))
-
-    def block(self):
-        return Dropping.B()
 
 
 class Frozen(Words):
@@ -293,9 +269,6 @@ class Tied(Words):
 
         def forward(self, x):
             return x + F.linear(torch.relu(self.up(x)), self.up.weight.t(), self.bias)
-
-    def block(self):
-        return Tied.B()
 
     def __init__(self):
         super().__init__()
@@ -386,6 +359,3 @@ class Gated(Words):
             y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
             a, b = self.both(y).chunk(2, -1)
             return x + self.scale * self.down(F.silu(a) * b)
-
-    def block(self):
-        return Gated.B()
