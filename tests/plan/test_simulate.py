@@ -1,5 +1,7 @@
 """Pipelines played from the very lists that run: bubbles and chunks in flight as the papers' formulas give them."""
 
+import signal
+
 import pytest
 
 from shoal.core.errors import ConfigError
@@ -114,3 +116,20 @@ def test_what_one_rank_sends_another_goes_one_after_the_other(sharing):
     """Two micro-batches arrive at 11 and 21, their gradients at 33 and 43."""
     times = [StageTime(1.0, 1.0, 0.5, 10.0), StageTime(1.0, 1.0, 0.5)]
     assert play("gpipe", 2, 1, 2, times, sharing).makespan == pytest.approx(44.0)
+
+
+def test_an_action_too_short_to_move_the_clock_ends():
+    """Planning on shared processors never ended: what was left of an action was less than the clock's last digit."""
+
+    def late(*_):
+        raise AssertionError("no end in 20 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        long, short = StageTime(1e6, 2e6, 1e6), StageTime(1e-12, 2e-12, 1e-12)
+        found = play("1f1b", 2, 1, 4, [long, short], sharing=2.0)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert found.makespan == pytest.approx(4 * 3e6 / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -80,9 +81,9 @@ def play(
     weights' half for the inputs'. Raises ConfigError where the numbers break the schedule's rules.
     """
     _check(pipeline, chunks, times)
-    if sharing > 1:
-        return _play_shared(schedule, pipeline, chunks, micro_batches, times, sharing)
     order = _order(schedule, pipeline, chunks, micro_batches)
+    if sharing > 1:
+        return _play_shared(order, pipeline, times, sharing)
     starts, ends = _moments(order, pipeline, times)
     busy = [0.0] * pipeline
     events = []
@@ -97,9 +98,10 @@ def makespan_s(
 ) -> float:
     """Seconds of the whole step alone; arguments and errors as of ``play``."""
     _check(pipeline, chunks, times)
+    order = _order(schedule, pipeline, chunks, micro_batches)
     if sharing > 1:
-        return _play_shared(schedule, pipeline, chunks, micro_batches, times, sharing).makespan
-    return max(_moments(_order(schedule, pipeline, chunks, micro_batches), pipeline, times)[1])
+        return _play_shared(order, pipeline, times, sharing).makespan
+    return max(_moments(order, pipeline, times)[1])
 
 
 def _check(pipeline: int, chunks: int, times: Sequence[StageTime]) -> None:
@@ -110,10 +112,8 @@ def _check(pipeline: int, chunks: int, times: Sequence[StageTime]) -> None:
 
 
 def _moments(order: _Order, pipeline: int, times: Sequence[StageTime]) -> tuple[list[float], list[float]]:
-    """When each of an order's steps starts and ends. What one rank sends to another goes one after the other: the link
-    is busy for as long as each takes."""
-    lengths = [seconds for time in times for seconds in _lengths(time)]
-    sends = [time.send for time in times]
+    """When each of an order's steps starts and ends."""
+    lengths, sends = _seconds(times)
     at, arrived, free = [0.0] * pipeline, [0.0] * order.slots, [0.0] * order.links
     starts, ends = [], []
     for rank, length, needs, gives, link, send in order.steps:
@@ -123,11 +123,25 @@ def _moments(order: _Order, pipeline: int, times: Sequence[StageTime]) -> tuple[
         end = at[rank] = start + lengths[length]
         starts.append(start)
         ends.append(end)
-        if link >= 0:
+        if link >= 0:  # as _deliver, which would cost searches as much again
             free[link] = arrived[gives] = (end if end > free[link] else free[link]) + sends[send]
         elif gives >= 0:
             arrived[gives] = end
     return starts, ends
+
+
+def _deliver(step: _Step, end: float, arrived: list[float], free: list[float], sends: list[float]) -> None:
+    """A step ended; what other stages need of it is sent. What one rank sends to another goes one after the other: the
+    link is busy for as long as each takes."""
+    if step.link >= 0:
+        free[step.link] = arrived[step.gives] = max(end, free[step.link]) + sends[step.send]
+    elif step.gives >= 0:
+        arrived[step.gives] = end
+
+
+def _seconds(times: Sequence[StageTime]) -> tuple[list[float], list[float]]:
+    """Of every kind of action by stage, and of every stage's transfer."""
+    return [seconds for time in times for seconds in _lengths(time)], [time.send for time in times]
 
 
 def _lengths(time: StageTime) -> tuple[float, float, float, float]:
@@ -196,92 +210,54 @@ class _Numbered:
         return _Step(rank, length, needs, gives, link, min(stage, target))
 
 
-class _Progress:
-    """What has been done and what has arrived, by (half, stage, micro-batch). What one rank sends to another goes one
-    after the other: the link is busy for as long as each takes."""
-
-    def __init__(self, times: Sequence[StageTime], place: Sequence[int]) -> None:
-        self.times, self.place = times, place
-        self.done: dict[tuple[str, int, int], float] = {}
-        self.arrived: dict[tuple[str, int, int], float] = {}
-        self.free: dict[tuple[int, int], float] = {}
-
-    def finish(self, action: Action, at: float) -> None:
-        """An action ended at ``at``; what other stages need of it is sent."""
-        for half in "IW" if action.kind == "B" else action.kind:
-            self.done[half, action.stage, action.micro] = at
-            target = action.stage + (1 if half == "F" else -1)
-            if half == "W" or not 0 <= target < len(self.times):
-                continue
-            link, arrived = (self.place[action.stage], self.place[target]), at
-            if link[0] != link[1]:
-                arrived = max(at, self.free.get(link, 0.0)) + self.times[min(action.stage, target)].send
-                self.free[link] = arrived
-            self.arrived[half, action.stage, action.micro] = arrived
-
-    def ready(self, action: Action) -> float | None:
-        """When what the action needs is there, or None where it has not been computed yet."""
-        stage, micro = action.stage, action.micro
-        if action.kind == "F":
-            return 0.0 if stage == 0 else self.arrived.get(("F", stage - 1, micro))
-        if action.kind == "W":
-            return self.done.get(("I", stage, micro))
-        own = self.done.get(("F", stage, micro))
-        if own is None or stage == len(self.times) - 1:
-            return own
-        later = self.arrived.get(("I", stage + 1, micro))
-        return None if later is None else max(own, later)
-
-
 class _Running(NamedTuple):
     """What a rank is at: from when, and its seconds of work that are left."""
 
+    step: _Step
     action: Action
     start: float
     left: float
 
 
-def _play_shared(
-    schedule: str, pipeline: int, chunks: int, micro_batches: int, times: Sequence[StageTime], sharing: float
-) -> Played:
+def _play_shared(order: _Order, pipeline: int, times: Sequence[StageTime], sharing: float) -> Played:
     """Ranks take turns on processors: with k of p computing, each is as fast as p / k, up to ``sharing``, ranks."""
-    lists = [[_parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
-    progress = _Progress(times, [stage_rank(schedule, stage, pipeline, chunks) for stage in range(len(times))])
-    queues = [deque(action for item in actions for action in item) for actions in lists]
-    running: list[_Running | None] = [None] * len(lists)
-    busy, events, now = [0.0] * len(lists), [], 0.0
+    lengths, sends = _seconds(times)
+    queues: list[deque[tuple[_Step, Action]]] = [deque() for _ in range(pipeline)]
+    for step, action in zip(order.steps, order.actions, strict=True):
+        queues[step.rank].append((step, action))
+    arrived, free = [math.inf] * order.slots, [0.0] * order.links
+    running: list[_Running | None] = [None] * pipeline
+    busy, events, now = [0.0] * pipeline, [], 0.0
     while any(queues) or any(running):
         coming = []
         for rank, queue in enumerate(queues):
-            ready = progress.ready(queue[0]) if queue and running[rank] is None else None
-            if ready is not None and ready <= now:
-                action = queue.popleft()
-                running[rank] = _Running(action, now, _length(action, progress.times))
-            elif ready is not None:
+            if not queue or running[rank] is not None:
+                continue
+            step, action = queue[0]
+            ready = arrived[step.needs] if step.needs >= 0 else 0.0
+            if ready <= now:
+                queue.popleft()
+                running[rank] = _Running(step, action, now, lengths[step.length])
+            else:
                 coming.append(ready)
         active = [(rank, run) for rank, run in enumerate(running) if run is not None]
-        if not active and not coming:
-            raise ConfigError("the schedule waits for itself; use another schedule")
-        speed = min(sharing, len(lists) / len(active)) if active else 1.0
-        until = min([*coming, *(now + run.left / speed for _, run in active)])
-        for rank, run in active:
+        speed = min(sharing, pipeline / len(active)) if active else 1.0
+        ends = [now + run.left / speed for _, run in active]
+        until = min([*coming, *ends])
+        for (rank, run), end in zip(active, ends, strict=True):
             left = run.left - (until - now) * speed
             running[rank] = run._replace(left=left)
             busy[rank] += until - now
-            if left <= 1e-9 * (run.left + 1e-12):
-                progress.finish(run.action, until)
+            if end <= until or left <= 1e-9 * (run.left + 1e-12):  # what is left may be too little to move the clock
+                _deliver(run.step, until, arrived, free, sends)
                 events.append(Event(rank, run.action, run.start, until))
                 running[rank] = None
         now = until
-    return Played(now, tuple(busy), _in_flight(lists), tuple(events))
+    return Played(now, tuple(busy), order.chunks, tuple(events))
 
 
 def _parts(item: Action | Overlap) -> tuple[Action, ...]:
     return (item,) if isinstance(item, Action) else (item.forward, item.backward)
-
-
-def _length(action: Action, times: Sequence[StageTime]) -> float:
-    return _lengths(times[action.stage])[KINDS.index(action.kind)]
 
 
 def _in_flight(lists: list[list[tuple[Action, ...]]]) -> tuple[int, ...]:
