@@ -186,7 +186,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     mesh=mesh,
                     micro_batch=micro,
                     accumulation=accumulation,
-                    starts=starts(shape, mesh.pipeline * parts, found.cuts_by_cost),
+                    starts=starts(shape, mesh.pipeline * parts, found.cuts),
                     schedule=schedule,
                     chunks=parts,
                     shard_level=level,
@@ -239,16 +239,17 @@ def precision(row, device: Device) -> str:
     return next((found for found in ("fp4", "fp8") if found in text), "fp32" if text == "fp32" else half)
 
 
-def starts(shape: Shape, stages: int, by_cost: bool) -> tuple[int, ...]:
+def starts(shape: Shape, stages: int, cuts: str = "") -> tuple[int, ...]:
     """First block of each stage; blocks: embedding, layers, head. Raises Skip.
 
-    By cost: nanotron goes on to the next stage once a stage's part of the products' FLOPs is reached. Else an equal
-    number of layers, or of layers with embedding and head counted in, as Megatron-LM cuts.
+    ``cuts``: "cost": on to the next stage once a stage's part of the products' FLOPs is reached; "last": the same
+    number of layers, and one more for the last stages. Else an equal number of layers, or of layers with embedding and
+    head counted in, as Megatron-LM cuts.
     """
     layers = shape.layers
     if stages == 1:
         return (0,)
-    if by_cost:
+    if cuts == "cost":
         layer = 4 * shape.heads * shape.head * shape.hidden + 3 * shape.hidden * shape.ffn
         costs = [0, *([layer] * layers), shape.vocab * shape.hidden]
         found, run = [0], 0
@@ -257,10 +258,13 @@ def starts(shape: Shape, stages: int, by_cost: bool) -> tuple[int, ...]:
             if run >= sum(costs) * len(found) / stages:
                 found.append(index + 1)
         return (*found, *([found[-1]] * (stages - len(found))))[:stages]
-    if layers % stages and (layers + 2) % stages == 0:
+    if cuts != "last" and layers % stages and (layers + 2) % stages == 0:
         return tuple(range(0, layers + 2, (layers + 2) // stages))
     if stages > layers:
         raise Skip("more stages than layers")
+    each, rest = divmod(layers, stages)
+    if cuts == "last":
+        return (0, *(1 + each * stage + max(0, stage + rest - stages) for stage in range(1, stages)))
     return (0, *(1 + round(layers * stage / stages) for stage in range(1, stages)))
 
 

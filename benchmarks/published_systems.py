@@ -24,7 +24,8 @@ class System(NamedTuple):
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
     tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
     ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
-    is)."""
+    is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too small for what comes next:
+    the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages, as ``starts`` says."""
 
     name: str
     software: Software
@@ -33,7 +34,7 @@ class System(NamedTuple):
     overlap_weights: bool = True
     bucket_bytes: float = 25 * 2**20
     reserved: tuple[float, float] = (1.05, 1.05)
-    cuts_by_cost: bool = False
+    cuts: str = ""
     piped_kernels: float = 0.0
     recompute_steps: int = 4
     workspace_bytes: float = 0.0
@@ -41,6 +42,7 @@ class System(NamedTuple):
     gradient_buffers: bool = True
     blocking_s: float = 0.0
     hopper_attention_share: float = 0.0
+    stranded: float = 0.0
     first_word: tuple[str, ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -78,7 +80,7 @@ SYSTEMS = (
         bucket_bytes=0.75e9,
         reserved=(1.05, 1.2),
         workspace_bytes=0.3 * 2**30,
-        cuts_by_cost=True,
+        cuts="cost",
         piped_kernels=147,
         blocking_s=0.25,
         first_word=("nanotron", "ultrascale"),
@@ -96,9 +98,19 @@ SYSTEMS = (
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
-    System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
+    # Its step copies the rank's gradients to float32 in one piece (4) and torch's AdamW (up to 2.0) makes sqrt and
+    # denominator as large (8), while the bf16 gradients (2) are gone. What lay in pieces is not given out again for
+    # these: the gradients, their float32 copies for the norm (4), their flat bf16 copy (2). Logits: float32, and three
+    # such copies for the accuracy it reports. internlm/solver/optimizer/hybrid_zero_optim.py, model/metrics.py.
+    System(
+        "internevo", _EAGER._replace(loss_kept=16), States(2, 0, 2, 12, step=10), stranded=8, cuts="last",
+        first_word=("internevo", "internlm"),
+    ),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
 )  # fmt: skip
+#: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
+#: those for the norm.
+INTERNEVO_STEP_FSDP = 12
 COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2), gradient_buffers=False)
 
 
@@ -110,6 +122,8 @@ def system(row) -> System:
     found = named[0] if named else _MEGATRON if divided else SYSTEMS[-1]
     if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
         found = found._replace(states=States(2, 0, 2, 4))
+    if found.name == "internevo" and row["sharding"] == "zero3":
+        found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
     if found.name == "fsdp" and row["compile"] == "yes":
         found = COMPILED._replace(states=found.states)
     return with_notes(found, row["notes"].lower())

@@ -183,6 +183,21 @@ def test_allocated_memory_is_without_what_the_allocator_reserves():
     assert 1.02 < reserved.memory_gib / allocated.memory_gib < 1.05
 
 
+def test_what_a_step_makes_and_leaves_is_reserved_beside_what_the_backward_needs():
+    def shown(**values):
+        bare = dict.fromkeys(("layers", "hidden", "heads", "ffn", "vocab", "vp"), "")
+        cells = bare | {"model": "InternLM-7B", "source": "InternEvo", "seq_len": "2048", "n_gpus": "4", "dp": "1"}
+        outcome = published.predict(row(**cells | {"recompute": "full", "tp": "4", "pp": "1"} | values))
+        return outcome.memory_gib * 2**30, outcome.fits
+
+    numel = 7.32e9 / 4
+    flat, piece, by_unit = shown(), shown(notes="allocated"), shown(sharding="zero3")
+    assert flat[0] - by_unit[0] == pytest.approx(6 * numel, rel=0.01)  # 10 and 8 left over; FSDP's units 12 in all
+    assert flat[0] - piece[0] > (10 + 8) * numel - 10 * numel and flat[1] and by_unit[1]
+    full, fits = shown(n_gpus="3", tp="1", pp="3", dp="1")
+    assert full < 80 * 2**30 and fits  # what is left over is given back before anything fails
+
+
 def test_messages_block_in_nanotrons_large_runs():
     held = [read(row(source="nanotron", n_gpus=n, dp=dp, tp=tp)).candidates[0].blocking_s
             for n, dp, tp in (("64", "4", "8"), ("512", "32", "8"), ("64", "1", "32"))]  # fmt: skip
@@ -247,9 +262,10 @@ def test_systems_and_networks_are_read_from_the_words_of_a_row():
 
 def test_cuts_schedules_and_groups():
     shape = Shape("s", 30, 1024, 16, 16, 4096, 65536)
-    assert starts(shape, 4, False) == (0, 8, 16, 24)  # embedding and head counted in
-    assert starts(shape, 3, False) == (0, 11, 21)
-    by_cost = starts(shape, 4, True)
+    assert starts(shape, 4) == (0, 8, 16, 24)  # embedding and head counted in
+    assert starts(shape, 3) == (0, 11, 21)
+    by_cost = starts(shape, 4, "cost")
+    assert starts(shape, 4, "last") == (0, 8, 15, 23)
     assert by_cost[0] == 0 and len(by_cost) == 4 and 30 - by_cost[-1] < 9
     assert schedule_of(4, 2, 9) == ("1f1b", 1)
     assert schedule_of(4, 1, 2) == ("gpipe", 1)
@@ -310,6 +326,17 @@ def test_the_command_prints_one_json_line_last(tmp_path):
     (tmp_path / "other.csv").unlink()
     empty = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert empty.returncode and "no CSV in" in empty.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "file",
+    ["hf_ultrascale_playbook.csv", "internevo_train_performance.csv", "megatron_lm_ci_golden_values.csv"],
+)
+def test_median_errors_of_memory_keep_their_bounds(file):
+    one = published.summary(DATA / file, False)
+    assert one["memory_median"] <= 0.06
+    assert one["false_alarms"] < 0.02
 
 
 @pytest.mark.nightly

@@ -87,3 +87,11 @@ def test_gradients_without_buffers_come_when_what_was_kept_goes():
     assert (update.moment, update.activations, update.logits) == ("optimizer", 0, 0)
     assert update.gradients == pytest.approx(8 * N)
     assert closed_peak(MADE, plan._replace(accumulation=2), DEVICE).gradients == held.gradients
+
+
+def test_what_the_optimizer_makes_counts_where_it_is_more_than_the_backward_needs():
+    plan = Candidate(Mesh(shard=2), 1, 1, shard_level=1, states=STATES, recompute="full")
+    before, after = (closed_peak(MADE, plan._replace(states=STATES._replace(step=step)), DEVICE) for step in (0, 40))
+    assert (before.moment, after.moment) == ("backward", "optimizer")
+    assert after.optimizer - before.optimizer == pytest.approx(40 * N / 2)  # of what this rank updates
+    assert (after.activations, after.logits, after.gradients) == (0, 0, before.gradients)

@@ -11,7 +11,8 @@ from shoal.plan.mesh import Mesh
 class States(NamedTuple):
     """Bytes per parameter of a training recipe. ``weight``: as held between steps; ``compute``: of a copy that is
     made for computing (0: computes with ``weight`` itself); ``gradient``; ``optimizer``: moments and, where kept
-    apart, float32 master weights.
+    apart, float32 master weights; ``reduce``: of a gradient in a collective (0: as it is held); ``step``: made by a
+    step of the optimizer for what a rank updates and gone after it (fused optimizers: 0).
 
     Shoal: float32 weights 4, gradients 4, Adam 8, and autocast's copies of 2. Megatron-LM, bf16: 2, gradients 4, 12.
     """
@@ -21,6 +22,7 @@ class States(NamedTuple):
     gradient: float = 4
     optimizer: float = 8
     reduce: float = 0
+    step: float = 0
 
     @property
     def sent(self) -> float:

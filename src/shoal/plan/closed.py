@@ -79,11 +79,12 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
         buffers=buffers,
         overhead=float(device.reserved_bytes),
     )
-    if candidate.gradient_buffers or candidate.accumulation > 1:
-        return found
-    if found.gradients > found.activations + found.logits:
-        return found._replace(moment="optimizer", activations=0.0, logits=0.0)
-    return found._replace(moment="loss", gradients=0.0)
+    early = not candidate.gradient_buffers and candidate.accumulation == 1
+    most = found._replace(moment="loss", gradients=0.0) if early else found
+    step = found._replace(
+        moment="optimizer", activations=0.0, logits=0.0, buffers=0.0, optimizer=found.optimizer + held(states.step, 1)
+    )
+    return max(most, step, key=lambda memory: memory.total_bytes)
 
 
 def _kept(block: Block, candidate: Candidate) -> float:
