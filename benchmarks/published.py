@@ -94,7 +94,7 @@ def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     careful = HEADROOM * room if len(case.candidates) > 1 else room
     for candidate in case.candidates:
         needed = memory(case, candidate)
-        if max(needed) <= careful or candidate.cpu_offload:
+        if max(needed) <= careful:
             return candidate, needed, True
     return case.candidates[-1], needed, max(needed) <= room
 

@@ -100,6 +100,8 @@ def read(row) -> Case:
         raise Skip("an estimate, not measured")
     if rate is None and memory is None and not oom:
         raise Skip("neither a time nor a rate")
+    if "unpacked" in row["notes"].split(";")[0]:
+        raise Skip("length of samples not published")
     shape, found = shape_of(row), system(row)
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
@@ -170,7 +172,9 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
     stated = int(number(row, "micro_batch") or 0)
     batch = number(row, "global_batch_sequences")
     chunks = whole(row, "vp")
-    share = recomputed(row)
+    share, notes = recomputed(row), row["notes"].lower()
+    share = found.recomputed if share is None else share
+    activations = re.search("activation offload|fine.grained.offload", notes) is not None
     if mesh.pipeline == 1:
         chunks = 1
     made = []
@@ -200,12 +204,12 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
-                    overlap_tensor=found.overlap_tensor
-                    or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
-                    overlap_expert=re.search(r"a2a overlap|dualpipe", row["notes"].lower()) is not None,
+                    overlap_tensor=found.overlap_tensor or re.search(r"async[ -]?t(p|ensor)", notes) is not None,
+                    overlap_expert=re.search(r"a2a overlap|dualpipe", notes) is not None,
+                    offload_activations=activations,
                     gradient_buffers=found.gradient_buffers,
                     blocking_s=found.blocking_s,
-                    cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
+                    cpu_offload=re.search(r"(cpu|parameter|optimizer) offload(?! false)", notes) is not None,
                 )
             )
     return tuple(made)

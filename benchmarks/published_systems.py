@@ -25,7 +25,9 @@ class System(NamedTuple):
     tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
     ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
     is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too small for what comes next:
-    the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages, as ``starts`` says."""
+    the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages, as ``starts`` says.
+    ``recomputed``: share of the layers, where a row does not say (None: as few as fit). ``chunks_loss``: float32
+    for an eighth of the logits at a time."""
 
     name: str
     software: Software
@@ -43,6 +45,8 @@ class System(NamedTuple):
     blocking_s: float = 0.0
     hopper_attention_share: float = 0.0
     stranded: float = 0.0
+    recomputed: float | None = None
+    chunks_loss: bool = False
     first_word: tuple[str, ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -54,10 +58,12 @@ class System(NamedTuple):
         return cluster.model_copy(update={"device": faster})
 
 
-#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
-#: of them in float32.
-_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
-_COMPILED = Software()
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most of them in float32; the norm
+#: keeps its input in float32 and what it scales. Keys and values of fewer heads are copied to all. Of each logit the
+#: loss's backward holds log-probability and two gradients, in float32.
+#: https://github.com/pytorch/torchtune torchtune/modules/rms_norm.py, attention.py; torch's cross_entropy.
+_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=3, rope=18, expands=True, loss_kept=12)
+_COMPILED = Software(expands=True)
 #: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
@@ -103,15 +109,20 @@ SYSTEMS = (
     # these: the gradients, their float32 copies for the norm (4), their flat bf16 copy (2). Logits: float32, and three
     # such copies for the accuracy it reports. internlm/solver/optimizer/hybrid_zero_optim.py, model/metrics.py.
     System(
-        "internevo", _EAGER._replace(loss_kept=16), States(2, 0, 2, 12, step=10), stranded=8, cuts="last",
+        "internevo", _EAGER._replace(norm_kept=2, loss_kept=16), States(2, 0, 2, 12, step=10), stranded=8, cuts="last",
         first_word=("internevo", "internlm"),
+    ),
+    # Weights, gradients and Adam in bf16; its configurations checkpoint every layer and cut the loss into eight chunks,
+    # of which one at a time is in float32.
+    System(
+        "torchtune", _EAGER, States(2, 0, 2, 4), gradient_buffers=False, recomputed=1.0, chunks_loss=True,
+        first_word=("torchtune",),
     ),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
 )  # fmt: skip
 #: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
 #: those for the norm.
 INTERNEVO_STEP_FSDP = 12
-COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2), gradient_buffers=False)
 
 
 def system(row) -> System:
@@ -124,8 +135,8 @@ def system(row) -> System:
         found = found._replace(states=States(2, 0, 2, 4))
     if found.name == "internevo" and row["sharding"] == "zero3":
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
-    if found.name == "fsdp" and row["compile"] == "yes":
-        found = COMPILED._replace(states=found.states)
+    if found.name in ("fsdp", "torchtune") and row["compile"] == "yes":
+        found = found._replace(software=_COMPILED)
     return with_notes(found, row["notes"].lower())
 
 
@@ -134,10 +145,14 @@ def with_notes(found: System, notes: str) -> System:
     software, states = found.software, found.states
     if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
         software = software._replace(flash=False, dropout=True)
-    if re.search("chunked cross.entropy|chunked loss", notes):  # float32 for one of torchtune's eight chunks at a time
-        software = software._replace(loss_kept=min(software.loss_kept, 4 + 10 / 8))
-    if re.search("8-?bit adam|8-?bit optimizer", notes):
-        states = states._replace(optimizer=2)
+    chunked = re.search("chunked cross.entropy|chunked loss", notes) is not None
+    if chunked or (found.chunks_loss and "cumulative" not in notes):  # an ablation names its switches
+        eager = 4 * (software.norm > 2)  # not compiled with the cast, log-probabilities of all chunks are kept
+        software = software._replace(loss_kept=min(software.loss_kept, 2 + eager + software.loss_kept / 8))
+    if re.search("8-?bit adam|8-?bit optimizer", notes):  # two moments, and a float32 scale for 256 of each
+        states = states._replace(optimizer=2 + 8 / 256)
+    if "paged" in notes:  # in memory that the host and the device share
+        states = states._replace(optimizer=0)
     if re.search("optimizer.in.backward", notes):
         states = states._replace(gradient=0, reduce=states.sent)
     return found._replace(software=software, states=states)

@@ -149,7 +149,7 @@ class Share:
         causal = self.software.flash and self.software.skips and not window
         scores = 0.0 if self.software.flash else n * seen * shape.heads / t
         flops = 2.0 * n * seen * (q + v) * (0.5 if causal else 1.0)
-        held = n * (q + 2 * kv + v) * self.width
+        held = n * (q + (q + v if self.software.expands else 2 * kv) + v) * self.width
         moved = held + scores * self.software.scores * self.width
         kept = held + scores * (2 * self.width + 1) + n * shape.heads / t * 4
         ops.append(
