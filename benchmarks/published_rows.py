@@ -207,6 +207,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     overlap_tensor=found.overlap_tensor or re.search(r"async[ -]?t(p|ensor)", notes) is not None,
                     overlap_expert=re.search(r"a2a overlap|dualpipe", notes) is not None,
                     offload_activations=activations,
+                    shard_all=row["sharding"] not in ("", "none"),
                     gradient_buffers=found.gradient_buffers,
                     blocking_s=found.blocking_s,
                     cpu_offload=re.search(r"(cpu|parameter|optimizer) offload(?! false)", notes) is not None,

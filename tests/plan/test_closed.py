@@ -44,7 +44,7 @@ def test_earlier_stages_hold_more_micro_batches_and_the_last_the_logits():
 
 def test_recomputed_blocks_keep_their_input_alone_and_one_is_whole_once_the_logits_are_gone():
     none, full, half, most = (
-        closed_peak(MADE, Candidate(Mesh(), 1, 1, recompute=recompute, keep=keep, states=STATES), DEVICE)
+        closed_peak(MADE, Candidate(Mesh(), 1, 1, states=STATES)._replace(recompute=recompute, keep=keep), DEVICE)
         for recompute, keep in (("none", 0.0), ("full", 0.0), ("full", 0.5), ("full", 0.9))
     )
     block = sum(op.kept_bytes for op in MADE.blocks[1].ops)

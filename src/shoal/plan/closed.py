@@ -51,7 +51,8 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
     ends = [*candidate.starts[1:], len(profile.blocks)]
     blocks = [block for stage in stages for block in profile.blocks[candidate.starts[stage] : ends[stage]]]
     counts = [_numel(blocks, expert) for expert in (False, True)]
-    shards = [mesh.shard, max(1, mesh.shard // candidate.expert)]
+    copies = mesh.shard * (mesh.context if candidate.shard_all else 1)
+    shards = [copies, max(1, copies * (mesh.tensor if candidate.shard_all else 1) // candidate.expert)]
 
     def held(width: float, level: int) -> float:
         return sum(
