@@ -99,8 +99,9 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
-    _MEGATRON._replace(overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, and keep and
+    # reduce gradients in bf16 (grad_reduce_in_fp32=False in scripts/performance).
+    _MEGATRON._replace(states=States(2, 0, 2, 12), overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
@@ -140,9 +141,18 @@ def system(row) -> System:
     return with_notes(found, row["notes"].lower())
 
 
+#: What tables call the parts of a layer that are computed again.
+AGAIN = {
+    "norm": "layernorm", "layernorm": "layernorm", "act": "act", "moe_act": "act", "moe": "moe", "mlp": "mlp",
+    "shared_expert": "shared", "shared_experts": "shared",
+}  # fmt: skip
+
+
 def with_notes(found: System, notes: str) -> System:
     """With what a row's notes say of its kernels and states."""
     software, states = found.software, found.states
+    if said := re.search(r"recompute ((?:[a-z_]+[,+ ]+)*[a-z_]+)", notes):
+        software = software._replace(again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN})))
     if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
         software = software._replace(flash=False, dropout=True)
     chunked = re.search("chunked cross.entropy|chunked loss", notes) is not None

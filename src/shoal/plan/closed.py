@@ -82,6 +82,8 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
     moments = [found._replace(gradients=0.0) if late and states.gradient else found]
     if recomputes:
         moments.append(moments[0]._replace(moment="backward", activations=kept + largest, logits=0.0))
+    elif again := max((block.again_bytes for block in blocks), default=0.0) * micro:
+        moments.append(moments[0]._replace(moment="backward", activations=kept + again, logits=0.0))
     if late:
         moments.append(found._replace(moment="backward", activations=largest, logits=0.0))
     step = 0.0 if host else held(states.step, 1)
