@@ -91,7 +91,7 @@ def reserved(case: Case, candidate: Candidate) -> list[float]:
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
-    careful = HEADROOM * room if len(case.candidates) > 1 else room
+    careful = HEADROOM * room if case.open else room
     for candidate in case.candidates:
         needed = memory(case, candidate)
         if max(needed) <= careful:

@@ -49,6 +49,11 @@ class Case(NamedTuple):
     memory_gib: float | None
     oom: bool
 
+    @property
+    def open(self) -> bool:
+        """Whether the row leaves recomputation or micro-batch open."""
+        return recomputed(self.row) is None and len(self.candidates) > 1
+
 
 def rows(path) -> list[dict]:
     """All rows of a CSV. Cells and columns that a file lacks are empty, as are those that say so. Where rows are said
@@ -172,13 +177,12 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
     stated = int(number(row, "micro_batch") or 0)
     batch = number(row, "global_batch_sequences")
     chunks = whole(row, "vp")
-    share, notes = recomputed(row), row["notes"].lower()
-    share = found.recomputed if share is None else share
+    notes = row["notes"].lower()
     activations = re.search("activation offload|fine.grained.offload", notes) is not None
     if mesh.pipeline == 1:
         chunks = 1
     made = []
-    for again in [step / 4 for step in range(found.recompute_steps + 1)] if share is None else (share,):
+    for again in shares(row, found):
         for micro in (stated,) if stated else (4, 2, 1):
             accumulation = max(1, round((batch or micro * ranks) / (micro * ranks)))
             schedule, parts = schedule_of(mesh.pipeline, chunks, accumulation)
@@ -213,7 +217,30 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     cpu_offload=re.search(r"(cpu|parameter|optimizer) offload(?! false)", notes) is not None,
                 )
             )
+    if found.offloads and len({plan.keep for plan in made}) > 1:
+        made.append(made[-1]._replace(offload_activations=True))
     return tuple(made)
+
+
+def shares(row, found: System) -> list[float]:
+    """Shares of the layers that may have been recomputed, the least first."""
+    share = recomputed(row)
+    share = found.recomputed if share is None else share
+    if share is None:
+        return [step / 4 for step in range(found.recompute_steps + 1)]
+    return [share, min(1.0, share + doubt(row))] if 0 < share < 1 and doubt(row) else [share]
+
+
+def doubt(row) -> float:
+    """Share of the layers that the rounding of published utilisations may hide."""
+    found = re.search(r"HFU ([\d.]+)", row["notes"])
+    if not found or not number(row, "mfu"):
+        return 0.0
+    halves = [0.5 * 10.0 ** -len(text.partition(".")[2]) for text in (found[1], row["mfu"].rstrip("% "))]
+    return 3 * (
+        (float(found[1]) + halves[0]) / (number(row, "mfu", 0.0) - halves[1])
+        - float(found[1]) / number(row, "mfu", 1.0)
+    )
 
 
 def schedule_of(pipeline: int, chunks: int, accumulation: int) -> tuple[str | None, int]:

@@ -27,7 +27,7 @@ class System(NamedTuple):
     is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too small for what comes next:
     the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages, as ``starts`` says.
     ``recomputed``: share of the layers, where a row does not say (None: as few as fit). ``chunks_loss``: float32
-    for an eighth of the logits at a time."""
+    for an eighth of the logits at a time. ``offloads``: to the host what layers keep, where recomputing does not do."""
 
     name: str
     software: Software
@@ -47,6 +47,7 @@ class System(NamedTuple):
     stranded: float = 0.0
     recomputed: float | None = None
     chunks_loss: bool = False
+    offloads: bool = False
     first_word: tuple[str, ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -69,7 +70,7 @@ _COMPILED = Software(expands=True)
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
 #: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
 _MEGATRON = System(
-    "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
+    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
     bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper_attention_share=0.452,
     first_word=("megatron",),
 )  # fmt: skip
@@ -99,9 +100,12 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, and keep and
-    # reduce gradients in bf16 (grad_reduce_in_fp32=False in scripts/performance).
-    _MEGATRON._replace(states=States(2, 0, 2, 12), overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
+    # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
+    _MEGATRON._replace(
+        states=States(2, 0, 2, 12), overlap_tensor=True, offloads=True,
+        first_word=("nemo", "megatron-bridge", "megascale"),
+    ),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
@@ -152,7 +156,9 @@ def with_notes(found: System, notes: str) -> System:
     """With what a row's notes say of its kernels and states."""
     software, states = found.software, found.states
     if said := re.search(r"recompute ((?:[a-z_]+[,+ ]+)*[a-z_]+)", notes):
-        software = software._replace(again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN})))
+        software = software._replace(
+            again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN}))
+        )
     if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
         software = software._replace(flash=False, dropout=True)
     chunked = re.search("chunked cross.entropy|chunked loss", notes) is not None

@@ -15,6 +15,7 @@ import published  # noqa: E402
 from published_rows import (  # noqa: E402
     by_count,
     clean,
+    doubt,
     from_cells,
     mesh_of,
     number,
@@ -228,6 +229,30 @@ def test_what_a_row_leaves_open_is_the_least_that_fits():
     assert (candidate.keep, candidate.micro_batch) == (0.5, 1)
     large = read(row(recompute="", tp="1", pp="1", vp="", n_gpus="8", dp="8", sharding="zero3", seq_len="65536"))
     assert published.choose(large)[0].keep < 0.5
+
+
+def test_what_rounding_hides_may_have_been_recomputed_too():
+    cells = {"recompute": "selective", "mfu": "38", "notes": "HFU 47%", "source": "FSDP", "vp": ""}
+    plans = read(row(**cells)).candidates
+    assert [1 - plan.keep for plan in plans] == pytest.approx([0.71, 0.80], abs=0.005)
+    assert doubt(row(**cells | {"notes": "HFU 47.00%", "mfu": "38.00"})) < 0.001 and not doubt(row())
+    assert not read(row(**cells)).open and read(row(recompute="")).open
+
+
+def test_what_does_not_fit_when_recomputed_is_offloaded_where_the_system_can():
+    plans = [read(row(source=source, recompute="")).candidates for source in ("NVIDIA NeMo", "Megatron-LM")]
+    assert [plan[-1].offload_activations for plan in plans] == [True, False]
+    assert not any(plan.offload_activations for plan in plans[0][:-1])
+    assert [plan[0].states.gradient for plan in plans] == [2, 4]
+    assert plans[0][0].shard_all and not read(row(sharding="none")).candidates[0].shard_all
+
+
+def test_parts_that_a_row_says_are_recomputed():
+    parts = {
+        "recompute norm,act; ETP1": ("act", "layernorm"), "recompute layernorm+moe; x": ("layernorm", "moe"),
+        "recompute norm, act, shared_expert; y": ("act", "layernorm", "shared"), "recompute column empty": (),
+    }  # fmt: skip
+    assert {notes: system(row(notes=notes)).software.again for notes in parts} == parts
 
 
 def test_rates_are_converted_by_the_convention_that_the_row_states():

@@ -7,7 +7,7 @@ from shoal.plan.candidate import Candidate, States
 from shoal.plan.closed import closed_peak, closed_ranks
 from shoal.plan.memory import ranks
 from shoal.plan.mesh import Mesh
-from shoal.plan.shapes import Shape
+from shoal.plan.shapes import Experts, Shape, Software, Split
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -112,3 +112,22 @@ def test_what_the_optimizer_makes_counts_where_it_is_more_than_the_backward_need
     assert (before.moment, after.moment) == ("loss", "optimizer")
     assert after.optimizer - before.optimizer == pytest.approx(40 * N / 2)  # of what this rank updates
     assert (after.activations, after.logits, after.gradients) == (0, 0, before.gradients)
+
+
+def test_states_are_shared_out_among_all_ranks_that_hold_the_same_weights():
+    mixed = profile(GPT._replace(experts=Experts(16, 2, 2048)), 2048, Split(2, True, 4, 8))
+    plan = Candidate(Mesh(shard=4, context=4, tensor=2), 1, 1, shard_level=1, states=STATES, expert=8)
+    few, many = (closed_peak(mixed, plan._replace(shard_all=all_), DEVICE).optimizer for all_ in (False, True))
+    experts = sum(weight.numel for block in mixed.blocks for weight in block.weights if weight.expert)
+    assert few == pytest.approx(12 * ((mixed.parameters - experts) / 4 + experts))
+    assert many == pytest.approx(12 * ((mixed.parameters - experts) / 16 + experts / 4))  # 32 ranks, 8 parts
+
+
+def test_parts_that_are_computed_again_are_whole_for_a_moment():
+    plan = Candidate(Mesh(), 1, 1, states=STATES)
+    small = Shape("s", 4, 2048, 16, 16, 8192, 512)
+    kept, again = (profile(small, 2048, software=Software(again=parts)) for parts in ((), ("mlp",)))
+    held, less = (closed_peak(one, plan, DEVICE) for one in (kept, again))
+    gone = kept.blocks[1].ops[-2].kept_bytes * 3  # gate, up and their product; the input of both stays
+    assert again.blocks[1].again_bytes == pytest.approx(gone)
+    assert less.moment == "backward" and less.activations == pytest.approx(held.activations - 4 * gone + gone)

@@ -42,9 +42,9 @@ class Candidate(NamedTuple):
     torch's async tensor parallelism). ``overlap_expert``: experts' rows travel while another micro-batch
     computes (DualPipe, https://arxiv.org/abs/2412.19437). ``offload_activations``: what blocks keep for their
     backward lies on the host meanwhile. ``shard_all``: what is sharded is shared out among all ranks that hold the same
-    weights: context ranks too, and of experts tensor ranks (Megatron-LM's distributed optimizer). ``blocking_s``: for which a message from or to another stage
-    holds up its rank. ``gradient_buffers``: gradients have their room all step long; else it is made in the backward,
-    and with one micro-batch what was kept for the backward is gone by then."""
+    weights: context ranks too, and of experts tensor ranks (Megatron-LM's distributed optimizer). ``blocking_s``: for
+    which a message from or to another stage holds up its rank. ``gradient_buffers``: gradients have their room all step
+    long; else it is made in the backward, and with one micro-batch what was kept for the backward is gone by then."""
 
     mesh: Mesh
     micro_batch: int
