@@ -73,7 +73,7 @@ def memory(case: Case, candidate: Candidate, tensors: bool = False) -> list[floa
     factor = 1.0 if tensors else case.system.reserved[candidate.mesh.pipeline > 1]
     device = case.cluster.device
     found = closed_ranks(profile_of(case, candidate), candidate, device)
-    return [(one.total_bytes - one.overhead) * factor + case.system.workspace_bytes for one in found]
+    return [(one.total_bytes - one.overhead) * factor + case.system.workspaces(device) for one in found]
 
 
 def reserved(case: Case, candidate: Candidate) -> list[float]:

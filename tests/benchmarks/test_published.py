@@ -208,6 +208,12 @@ def test_what_a_step_makes_and_leaves_is_reserved_beside_what_the_backward_needs
     assert full < 80 * 2**30 and fits  # what is left over is given back before anything fails
 
 
+def test_workspaces_are_those_of_the_devices_libraries():
+    found = system(row(source="Megatron-LM"))
+    old, new = (found.workspaces(read(row(gpu=gpu)).cluster.device) for gpu in ("A100-80GB", "H100-80GB"))
+    assert new - old == (32 + 32 - 8 - 4) * 2**20
+
+
 def test_messages_block_in_nanotrons_large_runs():
     held = [read(row(source="nanotron", n_gpus=n, dp=dp, tp=tp)).candidates[0].blocking_s
             for n, dp, tp in (("64", "4", "8"), ("512", "32", "8"), ("64", "1", "32"))]  # fmt: skip
