@@ -138,8 +138,11 @@ def published_rate(row) -> tuple[str, float] | None:
 
 def in_place(found: System, mesh: Mesh, world: int) -> System:
     """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one; there
-    messages between stages block their ranks with tensor groups over more than two nodes, or more than 256 devices."""
+    messages between stages block their ranks with tensor groups over more than two nodes, or more than 256 devices.
+    torch's loss over parts of the classes holds log-probability, gradient, exponential and their sum in float32."""
     software = found.software
+    if found.name == "fsdp" and mesh.tensor > 1:  # torch/distributed/tensor/parallel/loss.py
+        return found._replace(software=software._replace(loss_kept=16))
     if not found.piped_kernels:
         return found
     if mesh.tensor <= 16 and world <= 256:
@@ -160,7 +163,7 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
         if sharding != "none" and not stated:
             raise Skip("number of devices not published")
         numbers = re.search(r"((?:\d+/)+\d+) H100", row["notes"])
-        world = int(numbers[1].split("/")[0]) if numbers else tensor * pipeline * context
+        world = int(numbers[1].split("/")[-1]) if numbers else tensor * pipeline * context
     world = int(world or data * tensor * pipeline * context)
     ranks = max(1, world // (tensor * pipeline * context))
     group = re.search(r"zero1 group=(\d+)", row["notes"])
@@ -225,6 +228,8 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
 def shares(row, found: System) -> list[float]:
     """Shares of the layers that may have been recomputed, the least first."""
     share = recomputed(row)
+    if share == 0.5 and row["recompute"] == "selective":
+        share = found.selective
     share = found.recomputed if share is None else share
     if share is None:
         return [step / 4 for step in range(found.recompute_steps + 1)]

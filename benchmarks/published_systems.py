@@ -26,9 +26,9 @@ class System(NamedTuple):
     last holds where ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not
     FlashAttention 2 (0: it is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too
     small for what comes next: the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages,
-    as ``starts`` says. ``recomputed``: share of the layers, where a row does not say (None: as few as fit).
-    ``chunks_loss``: float32 for an eighth of the logits at a time. ``offloads``: to the host what layers keep, where
-    recomputing does not do."""
+    as ``starts`` says. ``recomputed``: share of the layers, where a row does not say (None: as few as fit);
+    ``selective``: where it says no more than that. ``chunks_loss``: float32 for an eighth of the logits at a time.
+    ``offloads``: to the host what layers keep, where recomputing does not do."""
 
     name: str
     software: Software
@@ -47,6 +47,7 @@ class System(NamedTuple):
     hopper_attention_share: float = 0.0
     stranded: float = 0.0
     recomputed: float | None = None
+    selective: float = 0.5
     chunks_loss: bool = False
     offloads: bool = False
     first_word: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class System(NamedTuple):
 #: loss's backward holds log-probability and two gradients, in float32.
 #: https://github.com/pytorch/torchtune torchtune/modules/rms_norm.py, attention.py; torch's cross_entropy.
 _EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=3, rope=18, expands=True, loss_kept=12)
-_COMPILED = Software(expands=True)
+_COMPILED = Software(expands=True, loss_kept=12)
 #: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
@@ -129,7 +130,10 @@ SYSTEMS = (
         "torchtune", _EAGER, States(2, 0, 2, 4), gradient_buffers=False, recomputed=1.0, chunks_loss=True,
         first_word=("torchtune",),
     ),
-    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
+    # torch's selective checkpointing by operation as torchtitan sets it: of 37 h bytes that a layer of Llama's shape
+    # keeps 15.5 stay: its input, every second product's result, attention's. Blocks are compiled, not the loss.
+    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, selective=0.58,
+           first_word=("fsdp", "torchtitan")),
 )  # fmt: skip
 #: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
 #: those for the norm.
@@ -147,7 +151,10 @@ def system(row) -> System:
     if found.name == "internevo" and row["sharding"] == "zero3":
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
     if found.name in ("fsdp", "torchtune") and row["compile"] == "yes":
-        found = found._replace(software=_COMPILED)
+        found = found._replace(software=_COMPILED._replace(loss_kept=10 if found.chunks_loss else _COMPILED.loss_kept))
+    elif found.name in ("fsdp", "torchtune") and row["recompute"] == "selective" and "block" not in row["notes"]:
+        kept = {"norm_kept": _COMPILED.norm_kept, "activation_kept": _COMPILED.activation_kept}  # results of products
+        found = found._replace(software=found.software._replace(**kept))
     return with_notes(found, row["notes"].lower())
 
 

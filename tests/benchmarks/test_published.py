@@ -253,6 +253,22 @@ def test_what_does_not_fit_when_recomputed_is_offloaded_where_the_system_can():
     assert plans[0][0].shard_all and not read(row(sharding="none")).candidates[0].shard_all
 
 
+def test_selective_checkpointing_in_torch_keeps_results_of_products():
+    cells = {"source": "torchtitan FSDP", "recompute": "selective", "vp": "", "pp": "1", "n_gpus": "32"}
+    eager, compiled, parts = (
+        read(row(**cells | more)) for more in ({"tp": "1"}, {"tp": "1", "compile": "yes"}, {"tp": "8", "dp": "4"})
+    )
+    assert [case.system.name for case in (eager, compiled, parts)] == ["fsdp"] * 3
+    assert [1 - case.candidates[0].keep for case in (eager, compiled)] == pytest.approx([0.58, 0.58])
+    kept = [(case.system.software.norm_kept, case.system.software.activation_kept) for case in (eager, compiled)]
+    assert kept == [(1, 2), (1, 2)] and read(row(**cells | {"tp": "1", "recompute": ""})).system.software.norm_kept == 3
+    assert [case.system.software.loss_kept for case in (eager, compiled, parts)] == [12, 12, 16]
+
+
+def test_of_several_clusters_the_largest_counts():
+    assert mesh_of(row(n_gpus="", dp="", tp="4", pp="1", notes="three clusters of 128/256/512 H100"))[2] == 512
+
+
 def test_parts_that_a_row_says_are_recomputed():
     parts = {
         "recompute norm,act; ETP1": ("act", "layernorm"), "recompute layernorm+moe; x": ("layernorm", "moe"),
