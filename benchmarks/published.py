@@ -73,16 +73,28 @@ def memory(case: Case, candidate: Candidate, tensors: bool = False) -> list[floa
     factor = 1.0 if tensors else case.system.reserved[candidate.mesh.pipeline > 1]
     device = case.cluster.device
     found = closed_ranks(profile_of(case, candidate), candidate, device)
-    return [(one.total_bytes - one.overhead) * factor + case.system.workspace_bytes for one in found]
+    return [(one.total_bytes - one.overhead) * factor + case.system.workspaces(device) for one in found]
+
+
+def reserved(case: Case, candidate: Candidate) -> list[float]:
+    """Bytes that the allocator holds, of each pipeline coordinate: what the backward needs, and beside it what a step
+    of the optimizer makes and leaves, whose pieces differ in size; no more than the device has."""
+    device, states = case.cluster.device, candidate.states
+    before = candidate._replace(states=states._replace(step=0.0))
+    held = closed_ranks(profile_of(case, before), before, device)
+    updated = [one.optimizer / states.optimizer if states.optimizer else 0.0 for one in held]
+    made = states.step + case.system.stranded
+    room = device.memory_bytes - device.reserved_bytes
+    return [min(room, most + made * count) for most, count in zip(memory(case, before), updated, strict=True)]
 
 
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
-    careful = HEADROOM * room if len(case.candidates) > 1 else room
+    careful = HEADROOM * room if case.open else room
     for candidate in case.candidates:
         needed = memory(case, candidate)
-        if max(needed) <= careful or candidate.cpu_offload:
+        if max(needed) <= careful:
             return candidate, needed, True
     return case.candidates[-1], needed, max(needed) <= room
 
@@ -94,6 +106,8 @@ def predict(row) -> Outcome:
     cost = Prices(profile_of(case, candidate), case.cluster).price(candidate)
     if re.search("allocated|active memory", row["notes"].lower()):
         needed = memory(case, candidate, tensors=True)
+    elif candidate.states.step:
+        needed = reserved(case, candidate)
     place = -1 if "last rank" in row["notes"] else 0 if case.system.name == "nanotron" else needed.index(max(needed))
     shown = needed[place] + (case.cluster.device.reserved_bytes if "nvidia-smi" in row["notes"] else 0)
     return Outcome(case, candidate, cost.step_s, measured(case, candidate), shown / 2**30, fits)

@@ -49,6 +49,11 @@ class Case(NamedTuple):
     memory_gib: float | None
     oom: bool
 
+    @property
+    def open(self) -> bool:
+        """Whether the row leaves recomputation or micro-batch open."""
+        return recomputed(self.row) is None and len(self.candidates) > 1
+
 
 def rows(path) -> list[dict]:
     """All rows of a CSV. Cells and columns that a file lacks are empty, as are those that say so. Where rows are said
@@ -100,6 +105,8 @@ def read(row) -> Case:
         raise Skip("an estimate, not measured")
     if rate is None and memory is None and not oom:
         raise Skip("neither a time nor a rate")
+    if "unpacked" in row["notes"].split(";")[0]:
+        raise Skip("length of samples not published")
     shape, found = shape_of(row), system(row)
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
@@ -170,11 +177,12 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
     stated = int(number(row, "micro_batch") or 0)
     batch = number(row, "global_batch_sequences")
     chunks = whole(row, "vp")
-    share = recomputed(row)
+    notes = row["notes"].lower()
+    activations = re.search("activation offload|fine.grained.offload", notes) is not None
     if mesh.pipeline == 1:
         chunks = 1
     made = []
-    for again in [step / 4 for step in range(found.recompute_steps + 1)] if share is None else (share,):
+    for again in shares(row, found):
         for micro in (stated,) if stated else (4, 2, 1):
             accumulation = max(1, round((batch or micro * ranks) / (micro * ranks)))
             schedule, parts = schedule_of(mesh.pipeline, chunks, accumulation)
@@ -186,7 +194,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     mesh=mesh,
                     micro_batch=micro,
                     accumulation=accumulation,
-                    starts=starts(shape, mesh.pipeline * parts, found.cuts_by_cost),
+                    starts=starts(shape, mesh.pipeline * parts, found.cuts),
                     schedule=schedule,
                     chunks=parts,
                     shard_level=level,
@@ -200,15 +208,39 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
-                    overlap_tensor=found.overlap_tensor
-                    or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
-                    overlap_expert=re.search(r"a2a overlap|dualpipe", row["notes"].lower()) is not None,
+                    overlap_tensor=found.overlap_tensor or re.search(r"async[ -]?t(p|ensor)", notes) is not None,
+                    overlap_expert=re.search(r"a2a overlap|dualpipe", notes) is not None,
+                    offload_activations=activations,
+                    shard_all=row["sharding"] not in ("", "none"),
                     gradient_buffers=found.gradient_buffers,
                     blocking_s=found.blocking_s,
-                    cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
+                    cpu_offload=re.search(r"(cpu|parameter|optimizer) offload(?! false)", notes) is not None,
                 )
             )
+    if found.offloads and len({plan.keep for plan in made}) > 1:
+        made.append(made[-1]._replace(offload_activations=True))
     return tuple(made)
+
+
+def shares(row, found: System) -> list[float]:
+    """Shares of the layers that may have been recomputed, the least first."""
+    share = recomputed(row)
+    share = found.recomputed if share is None else share
+    if share is None:
+        return [step / 4 for step in range(found.recompute_steps + 1)]
+    return [share, min(1.0, share + doubt(row))] if 0 < share < 1 and doubt(row) else [share]
+
+
+def doubt(row) -> float:
+    """Share of the layers that the rounding of published utilisations may hide."""
+    found = re.search(r"HFU ([\d.]+)", row["notes"])
+    if not found or not number(row, "mfu"):
+        return 0.0
+    halves = [0.5 * 10.0 ** -len(text.partition(".")[2]) for text in (found[1], row["mfu"].rstrip("% "))]
+    return 3 * (
+        (float(found[1]) + halves[0]) / (number(row, "mfu", 0.0) - halves[1])
+        - float(found[1]) / number(row, "mfu", 1.0)
+    )
 
 
 def schedule_of(pipeline: int, chunks: int, accumulation: int) -> tuple[str | None, int]:
@@ -239,16 +271,17 @@ def precision(row, device: Device) -> str:
     return next((found for found in ("fp4", "fp8") if found in text), "fp32" if text == "fp32" else half)
 
 
-def starts(shape: Shape, stages: int, by_cost: bool) -> tuple[int, ...]:
+def starts(shape: Shape, stages: int, cuts: str = "") -> tuple[int, ...]:
     """First block of each stage; blocks: embedding, layers, head. Raises Skip.
 
-    By cost: nanotron goes on to the next stage once a stage's part of the products' FLOPs is reached. Else an equal
-    number of layers, or of layers with embedding and head counted in, as Megatron-LM cuts.
+    ``cuts``: "cost": on to the next stage once a stage's part of the products' FLOPs is reached; "last": the same
+    number of layers, and one more for the last stages. Else an equal number of layers, or of layers with embedding and
+    head counted in, as Megatron-LM cuts.
     """
     layers = shape.layers
     if stages == 1:
         return (0,)
-    if by_cost:
+    if cuts == "cost":
         layer = 4 * shape.heads * shape.head * shape.hidden + 3 * shape.hidden * shape.ffn
         costs = [0, *([layer] * layers), shape.vocab * shape.hidden]
         found, run = [0], 0
@@ -257,10 +290,13 @@ def starts(shape: Shape, stages: int, by_cost: bool) -> tuple[int, ...]:
             if run >= sum(costs) * len(found) / stages:
                 found.append(index + 1)
         return (*found, *([found[-1]] * (stages - len(found))))[:stages]
-    if layers % stages and (layers + 2) % stages == 0:
+    if cuts != "last" and layers % stages and (layers + 2) % stages == 0:
         return tuple(range(0, layers + 2, (layers + 2) // stages))
     if stages > layers:
         raise Skip("more stages than layers")
+    each, rest = divmod(layers, stages)
+    if cuts == "last":
+        return (0, *(1 + each * stage + max(0, stage + rest - stages) for stage in range(1, stages)))
     return (0, *(1 + round(layers * stage / stages) for stage in range(1, stages)))
 
 

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from shoal.cluster.facts import Cluster
+from shoal.cluster.facts import Cluster, Device
 from shoal.cluster.presets import names, networks, preset
 from shoal.plan.candidate import States
 from shoal.plan.shapes import Software
@@ -22,9 +22,13 @@ class System(NamedTuple):
     """A training system. ``reserved``: device memory its allocator takes over what tensors need, alone and in a
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
-    tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
-    ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
-    is)."""
+    tensors, before Hopper and since. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the
+    last holds where ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not
+    FlashAttention 2 (0: it is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too
+    small for what comes next: the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages,
+    as ``starts`` says. ``recomputed``: share of the layers, where a row does not say (None: as few as fit).
+    ``chunks_loss``: float32 for an eighth of the logits at a time. ``offloads``: to the host what layers keep, where
+    recomputing does not do."""
 
     name: str
     software: Software
@@ -33,15 +37,23 @@ class System(NamedTuple):
     overlap_weights: bool = True
     bucket_bytes: float = 25 * 2**20
     reserved: tuple[float, float] = (1.05, 1.05)
-    cuts_by_cost: bool = False
+    cuts: str = ""
     piped_kernels: float = 0.0
     recompute_steps: int = 4
-    workspace_bytes: float = 0.0
+    workspace_bytes: tuple[float, float] = (0.0, 0.0)
     overlap_tensor: bool = False
     gradient_buffers: bool = True
     blocking_s: float = 0.0
     hopper_attention_share: float = 0.0
+    stranded: float = 0.0
+    recomputed: float | None = None
+    chunks_loss: bool = False
+    offloads: bool = False
     first_word: tuple[str, ...] = ()
+
+    def workspaces(self, device: Device) -> float:
+        """Bytes on a device."""
+        return self.workspace_bytes[not any(name in device.name for name in ("A100", "V100", "RTX", "L40S"))]
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster as this system's kernels use it."""
@@ -52,17 +64,20 @@ class System(NamedTuple):
         return cluster.model_copy(update={"device": faster})
 
 
-#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most
-#: of them in float32.
-_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=2, rope=18)
-_COMPILED = Software()
+#: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most of them in float32; the norm
+#: keeps its input in float32 and what it scales. Keys and values of fewer heads are copied to all. Of each logit the
+#: loss's backward holds log-probability and two gradients, in float32.
+#: https://github.com/pytorch/torchtune torchtune/modules/rms_norm.py, attention.py; torch's cross_entropy.
+_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=3, rope=18, expands=True, loss_kept=12)
+_COMPILED = Software(expands=True)
 #: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
-#: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
+#: step); workspaces: of cuBLAS (8 MiB, since Hopper 32) and Transformer Engine (4 MiB, 32: cpp_extensions/gemm.py), and
+#: 48 MiB that the golden values show besides on both.
 _MEGATRON = System(
-    "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper_attention_share=0.452,
+    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper_attention_share=0.452,
     first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
@@ -77,8 +92,8 @@ SYSTEMS = (
         overlap_weights=False,
         bucket_bytes=0.75e9,
         reserved=(1.05, 1.2),
-        workspace_bytes=0.3 * 2**30,
-        cuts_by_cost=True,
+        workspace_bytes=(0.3 * 2**30, 0.3 * 2**30),
+        cuts="cost",
         piped_kernels=147,
         blocking_s=0.25,
         first_word=("nanotron", "ultrascale"),
@@ -91,15 +106,34 @@ SYSTEMS = (
         overlap_gradients=False,
         first_word=("megatron-deepspeed", "vtrain"),
     ),
-    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
-    _MEGATRON._replace(overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
+    # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
+    _MEGATRON._replace(
+        states=States(2, 0, 2, 12), overlap_tensor=True, offloads=True,
+        first_word=("nemo", "megatron-bridge", "megascale"),
+    ),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
-    System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
+    # Its step copies the rank's gradients to float32 in one piece (4) and torch's AdamW (up to 2.0) makes sqrt and
+    # denominator as large (8), while the bf16 gradients (2) are gone. What lay in pieces is not given out again for
+    # these: the gradients, their float32 copies for the norm (4), their flat bf16 copy (2). Logits: float32, and three
+    # such copies for the accuracy it reports. internlm/solver/optimizer/hybrid_zero_optim.py, model/metrics.py.
+    System(
+        "internevo", _EAGER._replace(norm_kept=2, loss_kept=16), States(2, 0, 2, 12, step=10), stranded=8, cuts="last",
+        first_word=("internevo", "internlm"),
+    ),
+    # Weights, gradients and Adam in bf16; its configurations checkpoint every layer and cut the loss into eight chunks,
+    # of which one at a time is in float32.
+    System(
+        "torchtune", _EAGER, States(2, 0, 2, 4), gradient_buffers=False, recomputed=1.0, chunks_loss=True,
+        first_word=("torchtune",),
+    ),
     System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
 )  # fmt: skip
-COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2), gradient_buffers=False)
+#: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
+#: those for the norm.
+INTERNEVO_STEP_FSDP = 12
 
 
 def system(row) -> System:
@@ -110,20 +144,37 @@ def system(row) -> System:
     found = named[0] if named else _MEGATRON if divided else SYSTEMS[-1]
     if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
         found = found._replace(states=States(2, 0, 2, 4))
-    if found.name == "fsdp" and row["compile"] == "yes":
-        found = COMPILED._replace(states=found.states)
+    if found.name == "internevo" and row["sharding"] == "zero3":
+        found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
+    if found.name in ("fsdp", "torchtune") and row["compile"] == "yes":
+        found = found._replace(software=_COMPILED)
     return with_notes(found, row["notes"].lower())
+
+
+#: What tables call the parts of a layer that are computed again.
+AGAIN = {
+    "norm": "layernorm", "layernorm": "layernorm", "act": "act", "moe_act": "act", "moe": "moe", "mlp": "mlp",
+    "shared_expert": "shared", "shared_experts": "shared",
+}  # fmt: skip
 
 
 def with_notes(found: System, notes: str) -> System:
     """With what a row's notes say of its kernels and states."""
     software, states = found.software, found.states
+    if said := re.search(r"recompute ((?:[a-z_]+[,+ ]+)*[a-z_]+)", notes):
+        software = software._replace(
+            again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN}))
+        )
     if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
         software = software._replace(flash=False, dropout=True)
-    if re.search("chunked cross.entropy|chunked loss", notes):  # float32 for one of torchtune's eight chunks at a time
-        software = software._replace(loss_kept=min(software.loss_kept, 4 + 10 / 8))
-    if re.search("8-?bit adam|8-?bit optimizer", notes):
-        states = states._replace(optimizer=2)
+    chunked = re.search("chunked cross.entropy|chunked loss", notes) is not None
+    if chunked or (found.chunks_loss and "cumulative" not in notes):  # an ablation names its switches
+        eager = 4 * (software.norm > 2)  # not compiled with the cast, log-probabilities of all chunks are kept
+        software = software._replace(loss_kept=min(software.loss_kept, 2 + eager + software.loss_kept / 8))
+    if re.search("8-?bit adam|8-?bit optimizer", notes):  # two moments, and a float32 scale for 256 of each
+        states = states._replace(optimizer=2 + 8 / 256)
+    if "paged" in notes:  # in memory that the host and the device share
+        states = states._replace(optimizer=0)
     if re.search("optimizer.in.backward", notes):
         states = states._replace(gradient=0, reduce=states.sent)
     return found._replace(software=software, states=states)

@@ -124,3 +124,24 @@ def test_experts_products_fill_the_device_together():
     made = layer(profile(MIXTRAL, S, Split(expert=4)))
     up = next(op for op in made.ops if op.name == "expert_up")
     assert (up.m, up.flops) == (2 * S, pytest.approx(2 * 2 * S * 4096 * 2 * 14336 / 0.8))
+
+
+def test_parts_of_a_layer_that_are_computed_again_are_not_kept_and_run_once_more():
+    def made(*parts, shape=LLAMA_8B, expert=1):
+        return layer(profile(shape, S, Split(expert=expert), software=Software(again=parts)))
+
+    h, f = LLAMA_8B.hidden, LLAMA_8B.ffn
+    parts = ("layernorm", "act", "mlp")
+    assert [kept(made()) - kept(made(part)) for part in parts] == [2 * 2 * h * S, 2 * f * S, 6 * f * S]
+    again = {op.name: op.backward for op in made("mlp").ops}
+    assert [again[name] for name in ("ffn_up", "ffn_activation", "qkv")] == [3, 2.5, 2]
+    plain, moe = (made(*parts, shape=MIXTRAL, expert=4) for parts in ((), ("moe",)))
+    rows = [[one.phase for one in block.traffic if one.axis == "expert"] for block in (plain, moe)]
+    assert [phases.count("backward") for phases in rows] == [2, 4] and rows[0] == rows[1][:4]
+    assert kept(plain) - kept(moe) == (2 * (2 * h + 6 * f) - 2 * h) * S  # two experts' rows; the input stays
+    assert moe.again_bytes == kept(plain) - kept(moe) and not plain.again_bytes
+
+
+def test_keys_and_values_copied_to_all_heads_are_kept_so():
+    plain, copied = (kept(layer(profile(LLAMA_8B, S, software=Software(expands=e)))) for e in (False, True))
+    assert copied - plain == 2 * 2 * (32 - 8) * 128 * S

@@ -11,7 +11,8 @@ from shoal.plan.mesh import Mesh
 class States(NamedTuple):
     """Bytes per parameter of a training recipe. ``weight``: as held between steps; ``compute``: of a copy that is
     made for computing (0: computes with ``weight`` itself); ``gradient``; ``optimizer``: moments and, where kept
-    apart, float32 master weights.
+    apart, float32 master weights; ``reduce``: of a gradient in a collective (0: as it is held); ``step``: made by a
+    step of the optimizer for what a rank updates and gone after it (fused optimizers: 0).
 
     Shoal: float32 weights 4, gradients 4, Adam 8, and autocast's copies of 2. Megatron-LM, bf16: 2, gradients 4, 12.
     """
@@ -21,6 +22,7 @@ class States(NamedTuple):
     gradient: float = 4
     optimizer: float = 8
     reduce: float = 0
+    step: float = 0
 
     @property
     def sent(self) -> float:
@@ -38,9 +40,11 @@ class Candidate(NamedTuple):
     tensor collectives go chunk by chunk beside the products that need them (Transformer Engine's userbuffers,
     https://docs.nvidia.com/nemo-framework/user-guide/latest/nemotoolkit/features/optimizations/communication_overlap.html;
     torch's async tensor parallelism). ``overlap_expert``: experts' rows travel while another micro-batch
-    computes (DualPipe, https://arxiv.org/abs/2412.19437). ``blocking_s``: for which a message from or to another stage
-    holds up its rank. ``gradient_buffers``: gradients have their room all step long; else it is made in the backward,
-    and with one micro-batch what was kept for the backward is gone by then."""
+    computes (DualPipe, https://arxiv.org/abs/2412.19437). ``offload_activations``: what blocks keep for their
+    backward lies on the host meanwhile. ``shard_all``: what is sharded is shared out among all ranks that hold the same
+    weights: context ranks too, and of experts tensor ranks (Megatron-LM's distributed optimizer). ``blocking_s``: for
+    which a message from or to another stage holds up its rank. ``gradient_buffers``: gradients have their room all step
+    long; else it is made in the backward, and with one micro-batch what was kept for the backward is gone by then."""
 
     mesh: Mesh
     micro_batch: int
@@ -62,6 +66,8 @@ class Candidate(NamedTuple):
     overlap_weights: bool = False
     overlap_tensor: bool = False
     overlap_expert: bool = False
+    offload_activations: bool = False
+    shard_all: bool = False
     blocking_s: float = 0.0
     gradient_buffers: bool = True
 

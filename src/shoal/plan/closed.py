@@ -16,7 +16,7 @@ from shoal.plan.candidate import Candidate, Memory
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import rank_of, rank_stages
 
-#: Gathered units that lie side by side where weights are sharded: one in use, one on its way.
+#: Units that lie side by side where weights are gathered or activations fetched: one in use, one on its way.
 UNITS = 2
 
 
@@ -51,7 +51,8 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
     ends = [*candidate.starts[1:], len(profile.blocks)]
     blocks = [block for stage in stages for block in profile.blocks[candidate.starts[stage] : ends[stage]]]
     counts = [_numel(blocks, expert) for expert in (False, True)]
-    shards = [mesh.shard, max(1, mesh.shard // candidate.expert)]
+    copies = mesh.shard * (mesh.context if candidate.shard_all else 1)
+    shards = [copies, max(1, copies * (mesh.tensor if candidate.shard_all else 1) // candidate.expert)]
 
     def held(width: float, level: int) -> float:
         return sum(
@@ -60,30 +61,52 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
         )
 
     flying = chunks_in_flight(candidate.schedule, mesh.pipeline, place, candidate.chunks, candidate.accumulation)
-    kept = sum(_kept(block, candidate) for block in blocks if block.kind != "head") * micro
+    each = [_kept(block, candidate) * micro for block in blocks if block.kind != "head"]
+    kept = UNITS * max(each, default=0.0) if candidate.offload_activations else sum(each) * flying / len(stages)
     largest = max((sum(op.kept_bytes for op in block.ops) for block in blocks if block.repeated), default=0.0) * micro
     recomputes = candidate.recompute != "none" and candidate.keep < 1
-    buffers = 0.0
-    if candidate.shard_level == 3 and mesh.shard > 1:
-        unit = max((_numel([block], False) for block in blocks), default=0.0)
-        buffers = unit * ((states.compute or states.weight) * UNITS + states.sent)
     head = [op for block in blocks if block.kind == "head" for op in block.ops]
+    host = candidate.cpu_offload and mesh.shard > 1
     found = Memory(
         rank=rank_of(mesh, pipeline=place),
-        moment="backward",
-        weights=held(states.weight, 3),
-        gradients=held(states.gradient, 2),
-        optimizer=held(states.optimizer, 1),
-        activations=kept * flying / len(stages) + (largest if recomputes else 0.0),
+        moment="loss",
+        weights=0.0 if host else held(states.weight, 3),
+        gradients=_gradients(blocks, candidate, 0.0 if host else held(states.gradient, 2)),
+        optimizer=0.0 if host else held(states.optimizer, 1),
+        activations=kept,
         logits=sum(op.kept_bytes for op in head) * micro,
-        buffers=buffers,
+        buffers=_gathered(blocks, candidate),
         overhead=float(device.reserved_bytes),
     )
-    if candidate.gradient_buffers or candidate.accumulation > 1:
-        return found
-    if found.gradients > found.activations + found.logits:
-        return found._replace(moment="optimizer", activations=0.0, logits=0.0)
-    return found._replace(moment="loss", gradients=0.0)
+    late = not candidate.gradient_buffers and candidate.accumulation == 1  # gradients get their room in the backward
+    moments = [found._replace(gradients=0.0) if late and states.gradient else found]
+    if recomputes:
+        moments.append(moments[0]._replace(moment="backward", activations=kept + largest, logits=0.0))
+    elif again := max((block.again_bytes for block in blocks), default=0.0) * micro:
+        moments.append(moments[0]._replace(moment="backward", activations=kept + again, logits=0.0))
+    if late:
+        moments.append(found._replace(moment="backward", activations=largest, logits=0.0))
+    step = 0.0 if host else held(states.step, 1)
+    update = found._replace(moment="optimizer", activations=0.0, logits=0.0, buffers=0.0)
+    moments.append(update._replace(optimizer=found.optimizer + step))
+    return max(moments, key=lambda memory: memory.total_bytes)
+
+
+def _gradients(blocks: Sequence[Block], candidate: Candidate, held: float) -> float:
+    """Bytes of gradients, ``held`` of them all step long. Where each is used up by its optimizer as soon as it is there
+    (no bytes held), those of the largest weight."""
+    if candidate.states.gradient:
+        return held
+    return max((weight.numel for block in blocks for weight in block.weights), default=0) * candidate.states.sent
+
+
+def _gathered(blocks: Sequence[Block], candidate: Candidate) -> float:
+    """Bytes of gathered units, and of the gradient of one, where weights are sharded."""
+    states = candidate.states
+    if candidate.shard_level < 3 or candidate.mesh.shard == 1:
+        return 0.0
+    unit = max((_numel([block], False) for block in blocks), default=0.0)
+    return unit * ((states.compute or states.weight) * UNITS + states.sent)
 
 
 def _kept(block: Block, candidate: Candidate) -> float:

@@ -105,7 +105,7 @@ class Block(NamedTuple):
     way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
     of the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
-    bytes are known.
+    bytes are known. ``again_bytes``: per sample, of parts of it that its backward computes again.
     """
 
     path: str
@@ -119,6 +119,7 @@ class Block(NamedTuple):
     buffer_bytes: float = 0
     holding: Holding | None = None
     waits: float = 0
+    again_bytes: float = 0
 
 
 class Profile(Settings):

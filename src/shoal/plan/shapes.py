@@ -89,11 +89,15 @@ class Software(NamedTuple):
     ``grouped``: rate of experts' products over a whole product's. ``kernels``: starts per layer in a forward, in which
     the host's other time is counted; ``expert_kernels``: of a layer of experts, whose start waits
     until the host knows how many rows each expert gets. ``regathers``: with sequence
-    parallelism, gathered inputs are gathered anew in backward, not kept."""
+    parallelism, gathered inputs are gathered anew in backward, not kept. ``expands``: keys and values are copied to
+    every head before attention, which keeps the copies. ``again``: parts of a layer that are computed again in the
+    backward, as Megatron-LM names them: layernorm, act, moe, mlp, shared."""
 
     flash: bool = True
     skips: bool = True
     regathers: bool = True
+    expands: bool = False
+    again: tuple[str, ...] = ()
     dropout: bool = False
     norm: float = 2
     norm_kept: float = 1

@@ -13,6 +13,8 @@ from shoal.plan.shapes import Experts, Shape, Software, Split
 WHOLE, FUSED = Split(), Software()
 #: Bytes of an activation by precision; in fp8 and fp4 only products' inputs are kept in one byte.
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
+#: Products that keep a norm's result, except in latent attention their own.
+AFTER_NORM = ("qkv", "down", "in", "ffn_up", "shared_up")
 #: Names of blocks by their mixers.
 KINDS = {"*-": "dense", "*E": "experts", "M": "mamba", "E": "experts", "*": "attention", "-": "feed-forward"}
 
@@ -78,10 +80,13 @@ class Share:
         weights: list[Weight] = []
         traffic: list[Traffic] = []
         software = self.software
+        before = 0.0
         for mixer in mixers:
             made = {"*": self.attention, "-": self.dense, "E": self.experts, "M": self.mamba}[mixer]
             mine = self.attention(self.shape.window if odd else 0) if mixer == "*" else made()
-            ops += [self.norm(), *mine[0], self.residual()]
+            whole = [self.norm(), *mine[0], self.residual()]
+            before += sum(op.kept_bytes for op in whole)
+            ops += self.again(mixer, whole)
             weights += [*mine[1], self.weight(f"norm{mixer}", self.h, 1, self.t)]
             traffic += self.exchange() if mixer != "E" or self._experts.shared else ()
             traffic += self.dispatch() if mixer == "E" else ()
@@ -99,7 +104,23 @@ class Share:
             carried_bytes=carried,
             input_bytes=carried,
             waits=software.expert_kernels if "E" in mixers else 0.0,
+            again_bytes=before - sum(op.kept_bytes for op in ops),
         )
+
+    def again(self, mixer: str, ops: list[Op]) -> list[Op]:
+        """A mixer's operations, norm first, with those that the backward computes again: their results are not kept."""
+        parts, body = self.software.again, {"E": "moe", "-": "mlp"}.get(mixer, "")
+        made = []
+        for at, op in enumerate(ops):
+            kept, runs = op.kept_bytes, 0
+            if body in parts and 0 < at < len(ops) - 1 or "shared" in parts and op.name.startswith("shared"):
+                kept, runs = self.outside * self.h * self.width * (at == 1), 1
+            elif "act" in parts and op.name.endswith("_activation") or "layernorm" in parts and not at:
+                runs = 1
+            elif "act" in parts and op.name.endswith("_down") or "layernorm" in parts and op.name in AFTER_NORM:
+                kept = 0.0
+            made.append(op._replace(kept_bytes=kept, backward=op.backward + runs))
+        return made
 
     def product(self, name: str, k: float, n: float, kept: bool = True, tokens: float | None = None) -> Op:
         """A (tokens, k) x (k, n) product. It keeps its input; one that sequence parallelism gathers, as its share."""
@@ -149,7 +170,7 @@ class Share:
         causal = self.software.flash and self.software.skips and not window
         scores = 0.0 if self.software.flash else n * seen * shape.heads / t
         flops = 2.0 * n * seen * (q + v) * (0.5 if causal else 1.0)
-        held = n * (q + 2 * kv + v) * self.width
+        held = n * (q + (q + v if self.software.expands else 2 * kv) + v) * self.width
         moved = held + scores * self.software.scores * self.width
         kept = held + scores * (2 * self.width + 1) + n * shape.heads / t * 4
         ops.append(
@@ -245,7 +266,7 @@ class Share:
         nbytes = self.outside * self._experts.active * (self._experts.width or self.h) * self.width
         active = self._experts.active
         sent = [Traffic("expert", "all_to_all", phase, nbytes, active) for phase in ("forward", "backward")]
-        return [*sent, *sent]
+        return [*sent, *sent, *(sent[1:] * 2 if "moe" in self.software.again else ())]
 
     def keys(self) -> list[Traffic]:
         """Keys and values of all positions, and their gradients."""
