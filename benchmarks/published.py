@@ -18,7 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from published_rows import Case, number, read, rows
+from published_cells import number
+from published_rows import Case, read, rows
 from published_systems import Skip
 
 from shoal.cluster.facts import Device

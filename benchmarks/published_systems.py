@@ -24,7 +24,7 @@ class System(NamedTuple):
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
     tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
     ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
-    is)."""
+    is). ``splits_positions``: tensor ranks share positions out, where a row does not say."""
 
     name: str
     software: Software
@@ -41,6 +41,7 @@ class System(NamedTuple):
     gradient_buffers: bool = True
     blocking_s: float = 0.0
     hopper_attention_share: float = 0.0
+    splits_positions: bool = False
     first_word: tuple[str, ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -92,14 +93,17 @@ SYSTEMS = (
         first_word=("megatron-deepspeed", "vtrain"),
     ),
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
-    _MEGATRON._replace(overlap_tensor=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    _MEGATRON._replace(overlap_tensor=True, splits_positions=True, first_word=("nemo", "megatron-bridge", "megascale")),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
     System("internevo", _EAGER, States(2, 0, 2, 12), first_word=("internevo", "internlm")),
-    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, first_word=("fsdp",)),
+    System(
+        "fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, splits_positions=True,
+        first_word=("fsdp", "torchtitan"),
+    ),
 )  # fmt: skip
-COMPILED = System("compiled", _COMPILED, States(4, 2, 4, 8, 2), gradient_buffers=False)
+COMPILED = SYSTEMS[-1]._replace(name="compiled", software=_COMPILED)
 
 
 def system(row) -> System:
@@ -110,15 +114,17 @@ def system(row) -> System:
     found = named[0] if named else _MEGATRON if divided else SYSTEMS[-1]
     if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
         found = found._replace(states=States(2, 0, 2, 4))
-    if found.name == "fsdp" and row["compile"] == "yes":
+    if found.name == "fsdp" and row["compile"].lower() in ("yes", "true", "1"):
         found = COMPILED._replace(states=found.states)
+    if found.name == "megatron" and "V100" in row["gpu"].upper():  # its fused attention needs an A100
+        found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
 
 
 def with_notes(found: System, notes: str) -> System:
     """With what a row's notes say of its kernels and states."""
     software, states = found.software, found.states
-    if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
+    if re.search("transformer-impl=local|not fused|eager attention|(without|no) flash", notes):
         software = software._replace(flash=False, dropout=True)
     if re.search("chunked cross.entropy|chunked loss", notes):  # float32 for one of torchtune's eight chunks at a time
         software = software._replace(loss_kept=min(software.loss_kept, 4 + 10 / 8))
