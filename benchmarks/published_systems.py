@@ -23,8 +23,8 @@ class System(NamedTuple):
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
     tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
-    ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not FlashAttention 2 (0: it
-    is). ``splits_positions``: tensor ranks share positions out, where a row does not say."""
+    ``in_place`` says. ``hopper``: constants of the H100 and H200 that its kernels
+    reach, where they are not PyTorch's. ``splits_positions``: tensor ranks share positions out, where a row does not say."""
 
     name: str
     software: Software
@@ -40,16 +40,16 @@ class System(NamedTuple):
     overlap_tensor: bool = False
     gradient_buffers: bool = True
     blocking_s: float = 0.0
-    hopper_attention_share: float = 0.0
+    hopper: dict[str, float] = {}
     splits_positions: bool = False
     first_word: tuple[str, ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster as this system's kernels use it."""
         device = cluster.device
-        if not self.hopper_attention_share or "H100" not in device.name and "H200" not in device.name:
+        if "H100" not in device.name and "H200" not in device.name:
             return cluster
-        faster = device.model_copy(update={"attention_share": self.hopper_attention_share})
+        faster = device.model_copy(update=self.hopper)
         return cluster.model_copy(update={"device": faster})
 
 
@@ -61,9 +61,12 @@ _COMPILED = Software()
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
 #: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
+#: Its products: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B, Llama 3.1 8B
+#: to 405B and Nemotron-4 340B in NeMo (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
+HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
 _MEGATRON = System(
     "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper_attention_share=0.452,
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper=HOPPER,
     first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
