@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections import Counter
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,14 +79,21 @@ def memory(case: Case, candidate: Candidate, tensors: bool = False) -> list[floa
 
 
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
-    """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
+    """Of the candidates with the least recomputation that fit, the fastest (without a published rate: the first); else
+    the last of all: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
     careful = HEADROOM * room if len(case.candidates) > 1 else room
-    for candidate in case.candidates:
-        needed = memory(case, candidate)
-        if max(needed) <= careful or candidate.cpu_offload:
-            return candidate, needed, True
-    return case.candidates[-1], needed, max(needed) <= room
+    for _, group in groupby(case.candidates, key=lambda candidate: candidate.keep):
+        tried = [(candidate, memory(case, candidate)) for candidate in group]
+        fit = [(one, needed) for one, needed in tried if max(needed) <= careful or one.cpu_offload]
+        if fit:
+            return *(min(fit, key=lambda pair: per_sample(case, pair[0])) if case.rate and len(fit) > 1 else fit[0]), True
+    return *tried[-1], max(tried[-1][1]) <= room
+
+
+def per_sample(case: Case, candidate: Candidate) -> float:
+    """Seconds of a step over its samples."""
+    return Prices(profile_of(case, candidate), case.cluster).price(candidate).step_s / candidate.global_batch
 
 
 def predict(row) -> Outcome:

@@ -25,6 +25,8 @@ FLAGS = ("SUSPECT", "PROXY", "MULTIMODAL", "LoRA")
 GPT2_VOCAB = 50257
 #: Llama 2's vocabulary, where a younger model's is not published.
 LLAMA_VOCAB = 32000
+#: Tried where a table does not say: micro-batches, and most chunks of a pipeline's rank.
+MICRO_BATCHES, CHUNKS = (16, 8, 4, 2, 1), 8
 HEAD = 128  # width of a head in models of 1 billion parameters and more
 #: Layers and hidden width of published sizes: GPT-3's, https://arxiv.org/abs/2005.14165 table 2.1, Llama's,
 #: https://arxiv.org/abs/2302.13971 table 2, and Megatron-LM's, https://arxiv.org/abs/2104.04473 table 1.
@@ -145,21 +147,14 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
 
 def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, cluster: Cluster) -> tuple[Candidate, ...]:
     """What the row leaves open, least recomputation and largest micro-batch first. Raises Skip."""
-    ranks = mesh.shard * mesh.replicate
-    stated = int(number(row, "micro_batch") or 0)
-    batch = number(row, "global_batch_sequences")
-    chunks = whole(row, "vp")
     share = recomputed(row, found.name == "megatron")
-    if mesh.pipeline == 1:
-        chunks = 1
+    notes, states = row["notes"].lower(), found.states
+    if found.name == "mosaic" and row["precision"] == "bf16":
+        states = states._replace(reduce=2)  # MosaicML's PURE: gradients too travel in bf16
     made = []
     for again in [step / 4 for step in range(found.recompute_steps + 1)] if share is None else (share,):
-        for micro in (stated,) if stated else (4, 2, 1):
-            accumulation = max(1, round((batch or micro * ranks) / (micro * ranks)))
+        for micro, accumulation, chunks in batches(row, shape, found, mesh):
             schedule, parts = schedule_of(mesh.pipeline, chunks, accumulation)
-            states = found.states
-            if found.name == "mosaic" and row["precision"] == "bf16":
-                states = states._replace(reduce=2)  # MosaicML's PURE: gradients too travel in bf16
             made.append(
                 Candidate(
                     mesh=mesh,
@@ -179,15 +174,33 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
-                    overlap_tensor=found.overlap_tensor
-                    or re.search(r"async[ -]?t(p|ensor)", row["notes"].lower()) is not None,
-                    overlap_expert=re.search(r"a2a overlap|dualpipe", row["notes"].lower()) is not None,
+                    overlap_tensor=found.overlap_tensor or re.search(r"async[ -]?t(p|ensor)", notes) is not None,
+                    overlap_expert=re.search(r"a2a overlap|dualpipe", notes) is not None,
                     gradient_buffers=found.gradient_buffers,
                     blocking_s=found.blocking_s,
-                    cpu_offload=re.search(r"offload(?! false)", row["notes"].lower()) is not None,
+                    cpu_offload=re.search(r"offload(?! false)", notes) is not None,
                 )
             )
     return tuple(made)
+
+
+def batches(row, shape: Shape, found: System, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """Micro-batch, micro-batches and chunks per rank: as stated, else all that are usual. Who leaves the micro-batch
+    open leaves interleaving open too; a batch that is not published is one micro-batch, of a pipeline four per stage.
+    """
+    ranks, pipeline = mesh.shard * mesh.replicate, mesh.pipeline
+    stated, batch = int(number(row, "micro_batch") or 0), number(row, "global_batch_sequences")
+    chunks = [whole(row, "vp")]
+    if not stated and not row["vp"] and pipeline > 1 and found.name == "megatron":
+        slots = shape.layers if shape.layers % pipeline == 0 else shape.layers + 2
+        chunks = [n for n in range(1, CHUNKS + 1) if n == 1 or slots % (pipeline * n) == 0]
+    made = []
+    for micro in (stated,) if stated else MICRO_BATCHES:
+        usual = micro * ranks * (4 * pipeline if pipeline > 1 else 1)
+        accumulation = max(1, round((batch or usual) / (micro * ranks)))
+        if micro in (stated, 1) or not batch or micro * ranks <= batch:
+            made += [(micro, accumulation, parts) for parts in chunks]
+    return made
 
 
 def splits_positions(row, shape: Shape, found: System) -> bool:

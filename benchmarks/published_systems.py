@@ -117,7 +117,9 @@ def system(row) -> System:
     found = named[0] if named else _MEGATRON if divided else SYSTEMS[-1]
     if "pure bf16" in row["precision"] or row["precision"] == "bf16-true":  # weights, gradients and Adam in bf16
         found = found._replace(states=States(2, 0, 2, 4))
-    if found.name == "fsdp" and row["compile"].lower() in ("yes", "true", "1"):
+    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|torch\.compile"
+    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
+    if found.name == "fsdp" and compiled and row["compile"].lower() != "no":
         found = COMPILED._replace(states=found.states)
     if found.name == "megatron" and "V100" in row["gpu"].upper():  # its fused attention needs an A100
         found = found._replace(software=found.software._replace(flash=False, dropout=True))
