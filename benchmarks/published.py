@@ -131,12 +131,11 @@ def half_precision_flops_per_s(device: Device) -> float:
 def flops_per_token(case: Case, candidate: Candidate) -> float:
     """Of forward and backward, by the row's convention: 6N + 12Lhs, causal half, or with recomputation."""
     notes, shape = case.row["notes"], case.shape
+    again = 4 / 3 if "HARDWARE" in notes and candidate.recompute == "full" else 1.0
     if "12Lhs" in notes and number(case.row, "params_b"):
-        return 6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens
+        return again * (6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens)
     half = "half" in notes or "Megatron-core" in notes or case.system.name == "megatron"
-    forward = model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
-    passes = 4 if "HARDWARE" in notes and candidate.recompute == "full" else 3
-    return passes * forward
+    return again * 3 * model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
 
 
 def summary(path: Path, show: bool) -> dict:
