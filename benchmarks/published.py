@@ -33,9 +33,6 @@ from shoal.plan.time import Prices
 from shoal.plan.transformer import model_flops, profile
 
 HERE = Path(__file__).resolve().parent
-#: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
-#: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate that knows nothing of the allocator).
-HEADROOM = 0.85
 COLUMNS = {"model", "gpu"}
 
 
@@ -82,10 +79,9 @@ def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     """Of the candidates with the least recomputation that fit, the fastest (without a published rate: the first); else
     the last of all: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
-    careful = HEADROOM * room if len(case.candidates) > 1 else room
     for _, group in groupby(case.candidates, key=lambda candidate: candidate.keep):
         tried = [(candidate, memory(case, candidate)) for candidate in group]
-        fit = [(one, needed) for one, needed in tried if max(needed) <= careful or one.cpu_offload]
+        fit = [(one, needed) for one, needed in tried if max(needed) <= room or one.cpu_offload]
         if fit:
             return *(min(fit, key=lambda pair: per_sample(case, pair[0])) if case.rate and len(fit) > 1 else fit[0]), True
     return *tried[-1], max(tried[-1][1]) <= room
