@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from published_cells import clean, number, precision, recomputed, says, sharding, whole
 from published_models import MODELS
-from published_systems import Skip, System, cut, device_name, hardware, network, system
+from published_systems import Skip, System, cut, device_name, hardware, network, stated_bytes, system
 
 from shoal.cluster.facts import Cluster
 from shoal.plan.candidate import Candidate
@@ -85,7 +85,7 @@ def read(row) -> Case:
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
-    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row)))
+    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row), stated_bytes(row)))
     return Case(
         row=row,
         shape=shape,

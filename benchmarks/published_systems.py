@@ -149,6 +149,8 @@ DEVICES = {
 EFA = {f"{name}-efa" for name in names() if "efa" in networks(name)}
 #: Devices of one NVLink domain that a job takes: whole trays of an NVL72 in powers of two.
 NVL72 = 64
+#: Names round a device's memory by less than this; what differs by more is another model of it.
+MODEL = 0.1
 
 
 def device_name(row) -> str:
@@ -172,13 +174,22 @@ def cut(row) -> float:
     return 400 / 600 if "A800" in text else 400 / 900 if "H800" in text else 1.0
 
 
+def stated_bytes(row) -> int | None:
+    """Device memory where the device's name states it."""
+    found = re.search(r"(\d+) ?GI?B?\b", row["gpu"].upper())
+    return int(found[1]) * 10**9 if found and int(found[1]) >= 8 else None
+
+
 @cache
 def hardware(
-    name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int, left: float = 1.0
+    name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int, left: float = 1.0,
+    memory_bytes: int | None = None,
 ) -> Cluster:
-    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual; ``left``:
-    of the speed inside a node."""
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed and the device's memory where they are
+    not the usual; ``left``: of the speed inside a node."""
     base = preset(f"{name}-efa" if efa and f"{name}-efa" in EFA else name)
+    if memory_bytes and abs(memory_bytes / base.device.memory_bytes - 1) > MODEL:
+        base = base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory_bytes})})
     if base.inside is not None and left < 1:
         base = base.model_copy(
             update={"inside": base.inside.model_copy(update={"bytes_per_s": base.inside.bytes_per_s * left})}
