@@ -207,6 +207,8 @@ def network(row) -> tuple[float | None, bool]:
     """Bytes per second of a node's network where the row states it, and whether it is Amazon's EFA."""
     text = f"{row['section']} {row['notes']}"
     efa = re.search(r"(?<!without )\bEFA\b", text) is not None or "nanotron" in row["source"]
+    if found := re.search(r"([\d.]+) ?Gb(?:/s|ps)[^;,.]* per (?:GPU|device|rank|accelerator)", text):
+        return float(found[1]) / 8 * float(row["gpus_per_node"] or 8) * 1e9, efa
     patterns = (
         (r"(\d+)x(\d+) Gb ", lambda m: int(m[1]) * int(m[2]) / 8),
         (r"(\d+)x(\d+) GB/s per node", lambda m: int(m[1]) * int(m[2])),
