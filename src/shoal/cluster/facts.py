@@ -60,6 +60,11 @@ class Device(Settings):
     flops_per_s: dict[str, float] = Field(description="dense matrix peak by precision: fp64, fp32, bf16, fp16, fp8")
     matmul_share: float = Field(gt=0, le=1, description="share of the peak that a large matrix product reaches")
     matmul_half: float = Field(default=0, ge=0, description="length of a dimension that halves a product's share")
+    matmul_wave: float = Field(
+        default=0,
+        ge=0,
+        description="numbers of a product that all multiprocessors make at once, a tile each; 0: unknown",
+    )
     attention_share: float = Field(gt=0, le=1, description="share of the peak that fused attention reaches")
     memory_bytes_per_s: float = Field(gt=0, description="memory bandwidth")
     memory_share: float = Field(gt=0, le=1, description="share of it that element-wise kernels reach")
