@@ -98,6 +98,7 @@ class _Maker:
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.learned = _learned(self.operations, blueprint)
         self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
@@ -248,8 +249,11 @@ class _Maker:
     def traffic(self, span: _Span) -> tuple[Traffic, ...]:
         return tuple(
             Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
-            for local in self.local.operations[span.begin : span.end]
+            for of, local in zip(
+                self.operations[span.begin : span.end], self.local.operations[span.begin : span.end], strict=True
+            )
             for move in local.moves
+            if move.phase == "forward" or self.learned.intersection(of.gives)
         )
 
     def ops(self, span: _Span) -> tuple[Op, ...]:
@@ -299,13 +303,22 @@ class _Maker:
 
     def backward(self, of: Operation) -> float:
         """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient."""
-        needs = any(self.blueprint.values[value].of_model for value in of.reads)
+        needs = bool(self.learned.intersection(of.reads))
         trains = any(self.blueprint.parameter[name].trains for name in of.parameters)
         if of.name in SPLITS:
             return float(needs)
         if of.name in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return float(needs + trains)
         return 2.0 if needs else float(trains)
+
+
+def _learned(operations: Sequence[Operation], blueprint: Blueprint) -> frozenset[int]:
+    """The values that depend on a trained parameter: those that have gradients."""
+    found: set[int] = set()
+    for of in operations:
+        if found.intersection(of.reads) or any(blueprint.parameter[name].trains for name in of.parameters):
+            found.update(of.gives)
+    return frozenset(found)
 
 
 def _repeated(blueprint: Blueprint, units: Sequence[str]) -> frozenset[str]:

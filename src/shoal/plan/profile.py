@@ -8,6 +8,7 @@ memory.py, time.py and search.py know nothing of roles. ``from_blueprint.py`` ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -121,6 +122,21 @@ class Block(NamedTuple):
     waits: float = 0
 
 
+class Numbers(NamedTuple):
+    """Numbers in weights: of ``all`` of them, of those that are ``trained``, and how many ``weights`` these are."""
+
+    all: int
+    trained: int
+    weights: int
+
+
+def numbers(weights: Iterable[Weight]) -> Numbers:
+    """Of ``weights``, tied ones once."""
+    held = {weight.tie or weight.name: weight for weight in weights}.values()
+    trained = [weight.numel for weight in held if weight.trains]
+    return Numbers(sum(weight.numel for weight in held), sum(trained), len(trained))
+
+
 class Profile(Settings):
     """One rank's share of a model. The last block holds the head and the loss."""
 
@@ -138,15 +154,16 @@ class Profile(Settings):
     notes: tuple[str, ...] = Field(default=(), description="what is not known or not divided, in sentences")
 
     @cached_property
+    def held(self) -> Numbers:
+        """In this rank's weights, tied ones once."""
+        return numbers(weight for block in self.blocks for weight in block.weights)
+
+    @property
     def parameters(self) -> int:
         """Numbers in this rank's weights, tied ones once."""
-        return sum(weight.numel for weight in self._weights.values())
+        return self.held.all
 
-    @cached_property
+    @property
     def trained(self) -> int:
         """Of them those that are trained."""
-        return sum(weight.numel for weight in self._weights.values() if weight.trains)
-
-    @cached_property
-    def _weights(self) -> dict[str, Weight]:
-        return {weight.tie or weight.name: weight for block in self.blocks for weight in block.weights}
+        return self.held.trained
