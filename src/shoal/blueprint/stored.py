@@ -14,7 +14,7 @@ from shoal.core.settings import Settings
 from shoal.core.toml import read_text
 
 #: Counted up when the file's form changes.
-FORMAT = 2
+FORMAT = 3
 
 
 class Sketch(Settings):

@@ -102,7 +102,8 @@ class _Maker:
         self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
-        self.repeated = _repeated(blueprint, units)
+        self.listed = frozenset(unit for unit in units if _holder(unit) in blueprint.lists)
+        self.repeated = _repeated(blueprint, self.listed)
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -192,12 +193,12 @@ class _Maker:
             buffers = sum(p.bytes for p in self.blueprint.parameters if p.buffer and self.home(p.name) == number)
             made.append(Block(
                 span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
-                carried / self.samples, carried / self.samples, buffers, held[number],
+                carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
             key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
-                   block.carried_bytes)  # fmt: skip
+                   block.unit, block.carried_bytes)  # fmt: skip
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
@@ -321,7 +322,21 @@ def _learned(operations: Sequence[Operation], blueprint: Blueprint) -> frozenset
     return frozenset(found)
 
 
-def _repeated(blueprint: Blueprint, units: Sequence[str]) -> frozenset[str]:
-    """The units that are repeated blocks: members of a list or sequence (pipeline/units.py, block_paths)."""
-    lists = ("ModuleList", "Sequential")
-    return frozenset(unit for unit in units if blueprint.modules.get(unit.rpartition(".")[0]) in lists and "." in unit)
+def _repeated(blueprint: Blueprint, listed: frozenset[str]) -> frozenset[str]:
+    """Of the units in lists those that are repeated blocks: of one class all, made of modules themselves
+    (pipeline/units.py, block_paths)."""
+    members: dict[str, list[str]] = {}
+    for path in blueprint.modules:
+        if path:
+            members.setdefault(_holder(path), []).append(path)
+
+    def blocks(holder: str) -> bool:
+        own = members[holder]
+        return len(own) > 1 and len({blueprint.modules[path] for path in own}) == 1 and own[0] in members
+
+    return frozenset(unit for unit in listed if blocks(_holder(unit)))
+
+
+def _holder(path: str) -> str:
+    """The module that a path lies in."""
+    return path.rpartition(".")[0]

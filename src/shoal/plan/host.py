@@ -63,7 +63,7 @@ def in_turn(
     units: Sequence[Numbers], rest: Numbers, candidate: Candidate, shard: Span, copies: Span, device: Device
 ) -> tuple[float, float]:
     """Seconds of gathering and scattering shards, and of summing them over their copies, on the axes shard and
-    replicate. ``units``: every repeated block, gathered by itself; ``rest``: what lies in none, gathered together; in a
+    replicate. ``units``: every block that is gathered by itself; ``rest``: what lies in none, gathered together; in a
     pipeline that rest is held whole and summed, and all is gathered and scattered once a step. Gradients are of what is
     trained alone."""
     states, staged = candidate.states, candidate.mesh.pipeline > 1

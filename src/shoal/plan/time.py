@@ -19,6 +19,7 @@ from shoal.plan.collectives import Span, over, span
 from shoal.plan.profile import Block, Numbers, Profile, numbers
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
+from shoal.plan.sharded import alone
 from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
@@ -340,10 +341,10 @@ class Prices:
         return total
 
     def _units(self, stages: list[Part], mine: list[int]) -> tuple[list[Numbers], Numbers]:
-        """Every repeated block of a rank, and all else."""
+        """Every block of a rank that is gathered by itself, and all else."""
         units, rest = list[Numbers](), [Numbers(0, 0, 0)]
         for kind, count in (pair for stage in mine for pair in stages[stage].kinds):
-            (units if self._sample[kind].repeated else rest).extend([self._numbers[kind]] * count)
+            (units if alone(self._sample[kind]) else rest).extend([self._numbers[kind]] * count)
         return units, Numbers(*map(sum, zip(*rest, strict=True)))
 
     def _block_work(self, kind: int, candidate: Candidate) -> Work:
