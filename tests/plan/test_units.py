@@ -72,8 +72,9 @@ def test_a_plan_shards_and_recomputes_what_the_engine_does(name: str) -> None:
 
 def test_layers_before_the_first_trained_one_have_no_backward() -> None:
     """Frozen layers in front, as where a head alone is trained, were said to take a backward as well."""
-    model = nn.Sequential(*linears(4))
-    for layer in model[:2]:
+    layers = linears(4)
+    for layer in layers[:2]:
         layer.requires_grad_(False)
+    model = nn.Sequential(*layers)
     products = [op.backward for each in profiled(model).blocks for op in each.ops if op.kind == "matmul"]
     assert products == [0, 0, 1, 2]  # the third one's input needs no gradient
