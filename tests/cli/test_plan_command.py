@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.launch.answer import Planned, answer
 from shoal.launch.automatic import TOGETHER
 from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_lines, tried
-from shoal.launch.planning import Extras, find_cluster, more, plan
+from shoal.launch.planning import Extras, checked, find_cluster, more, plan
 from shoal.launch.sketch import sketch_of
 from shoal.plan import explain, scale
 
@@ -207,11 +208,46 @@ def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -
         (Extras(scale="8", scale_plot="a.txt"), "is no kind of picture"),
         (Extras(timeline="a.txt"), "end the name in .html for a picture, or in .json for a trace"),
         (Extras(trials=2), "a saved blueprint is none"),
+        (Extras(compare=("gone.toml", "gone.toml")), "gone.toml cannot be read as a plan"),
+        (Extras(price=-1.0), "--price -1 is no price of a device-hour; give a number above 0"),
+        (Extras(price=math.nan), "--price nan is no price"),
     ],
 )
 def test_bad_extras_are_refused(planned: Planned, extras: Extras, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
+        checked(extras, None)  # before minutes of planning
+    with pytest.raises(ConfigError, match=words):
         more(planned, extras, None, {})
+
+
+@pytest.mark.parametrize("name", ["global_batch", "top", "world"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_numbers_below_one_are_refused(saved: Path, name: str, value: int) -> None:
+    """A global batch of 0 was taken for the job's own; no plans to show ended in a traceback."""
+    with pytest.raises(ConfigError, match=f"{name} = {value}; give 1 or more"):
+        plan(blueprint=str(saved / "blueprint.json"), cluster="h100", **{name: value})  # pyright: ignore
+
+
+def test_files_that_cannot_be_written_are_refused(planned: Planned, tmp_path: Path) -> None:
+    """A traceback."""
+    (tmp_path / "file").write_text("")
+    for write in (planned.plan.write, planned.sketch.write):
+        with pytest.raises(ConfigError, match="file/x cannot be written: .*; name a file in a folder that is there"):
+            write(tmp_path / "file" / "x")
+
+
+def test_plain_values_say_all_that_the_page_does(planned: Planned, saved: Path) -> None:
+    """--json left out what --scale, --price and --compare had been asked for."""
+    planned.plan.write(saved / "same.toml")
+    asked = Extras(compare=(str(saved / "same.toml"), str(saved / "same.toml")), scale="4,104", price=2.5)
+    values = json.loads(json.dumps(more(planned, asked, None, {}).values, allow_nan=False))
+    best = planned.found_json(planned.best[0])
+    point, missing = values["scale"]
+    assert (missing["world"], missing["efficiency"]) == (104, None) and "nothing fits" in missing["why"]
+    assert (point["world"], point["efficiency"]) == (4, 1) and {**point, **best} == point
+    assert values["compare"] == [best, best]
+    assert values["price"]["per_billion_tokens"] == pytest.approx(1e9 / best["tokens_per_s"] / 3600 * 4 * 2.5)
+    assert values["price"]["per_epoch"] == pytest.approx(64 / best["samples_per_s"] / 3600 * 4 * 2.5)
 
 
 def test_a_plan_compared_with_itself_is_said_to_be_the_same(planned: Planned, saved: Path) -> None:
