@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,9 +72,10 @@ def planned(saved: Path) -> Planned:
 
 def small(saved: Path, gib: float, world: int = 4) -> Planned:
     """The job on devices with little memory."""
-    found = find_cluster("a100-80gb", world)
+    found = find_cluster("a100-80gb", None)
     device = found.device.model_copy(update={"memory_bytes": int(gib * 2**30), "reserved_bytes": 0})
-    return answer(Sketch.read(saved / "blueprint.json"), found.model_copy(update={"device": device}))
+    whole = found.model_copy(update={"device": device})
+    return answer(Sketch.read(saved / "blueprint.json"), whole.resized(world), whole=whole)
 
 
 def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
@@ -141,6 +143,28 @@ def test_more_devices_are_named_where_they_would_fit(saved: Path) -> None:
     found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.99, world=1)
     assert not found.best
     assert "devices instead of 1" in "\n".join(found.sentences())
+
+
+def test_the_change_that_is_named_fits_and_no_smaller_one_does(saved: Path) -> None:
+    """Memory was rounded down, so that what was named did not fit; 4 devices were named where 3 would do."""
+    sketch = Sketch.read(saved / "blueprint.json")
+    least = small(saved, 0.0001, world=1).search.least()
+    assert least is not None
+    found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.4, world=1)
+    named = re.search(r"fits: (\d+) devices instead of 1 .*or devices of ([\d.]+) GiB", "\n".join(found.sentences()))
+    assert named is not None
+    fitting = [world for world in range(1, 9) if answer(sketch, found.whole.resized(world)).best]  # type: ignore
+    assert int(named[1]) == min(fitting)
+    assert small(saved, float(named[2]), world=1).best
+
+
+def test_more_devices_come_in_the_nodes_that_the_cluster_has(saved: Path) -> None:
+    """--world 4 --scale 8,64 took the four devices for a node, and so on 64 for 16 nodes."""
+    path, page = str(saved / "blueprint.json"), Extras(scale="64")
+    few = plan(blueprint=path, cluster="h100", world=4, global_batch=64)
+    own = plan(blueprint=path, cluster="h100", world=64, global_batch=64)
+    assert more(few, page, None, {}).lines == more(own, page, None, {}).lines
+    assert more(few, page, None, {}).values["scale"][0]["step_s"] == own.best[0].cost.step_s
 
 
 def test_a_model_that_cannot_be_traced_gets_layouts_that_need_no_trace(saved: Path) -> None:

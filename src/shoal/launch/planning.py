@@ -62,7 +62,8 @@ def plan(
             f"--precision {precision}, and {blueprint} was traced in {sketch.precision}; plan the job's own file, or "
             f"save its blueprint with --precision {precision}"
         )
-    return answer(sketch, find_cluster(cluster, world), global_batch, top)
+    whole = find_cluster(cluster, None if cluster is not None else world)
+    return answer(sketch, whole if world is None else whole.resized(world), global_batch, top, whole=whole)
 
 
 def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
@@ -133,7 +134,7 @@ def _timeline(planned: Planned, path: Path) -> None:
 
 
 def _scale(told: Told, planned: Planned, worlds: Sequence[int], plot: str | None) -> None:
-    points = scaled(planned.sketch, planned.cluster, worlds, planned.question.global_batch)
+    points = scaled(planned.sketch, planned.whole or planned.cluster, worlds, planned.question.global_batch)
     lines = scale.lines(points, planned.work, planned.cluster)
     if plot is not None and any(point.found for point in points):
         drawing = scale.picture(points, planned.work, planned.cluster)
