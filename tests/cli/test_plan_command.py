@@ -70,12 +70,12 @@ def planned(saved: Path) -> Planned:
     return plan(blueprint=str(saved / "blueprint.json"), cluster="a100-80gb", world=4)
 
 
-def small(saved: Path, gib: float, world: int = 4) -> Planned:
+def small(saved: Path, gib: float, world: int = 4, batch: int | None = None) -> Planned:
     """The job on devices with little memory."""
     found = find_cluster("a100-80gb", None)
     device = found.device.model_copy(update={"memory_bytes": int(gib * 2**30), "reserved_bytes": 0})
     whole = found.model_copy(update={"device": device})
-    return answer(Sketch.read(saved / "blueprint.json"), whole.resized(world), whole=whole)
+    return answer(Sketch.read(saved / "blueprint.json"), whole.resized(world), batch, whole=whole)
 
 
 def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
@@ -150,12 +150,12 @@ def test_the_change_that_is_named_fits_and_no_smaller_one_does(saved: Path) -> N
     sketch = Sketch.read(saved / "blueprint.json")
     least = small(saved, 0.0001, world=1).search.least()
     assert least is not None
-    found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.4, world=1)
+    found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.3, world=1, batch=12)
     named = re.search(r"fits: (\d+) devices instead of 1 .*or devices of ([\d.]+) GiB", "\n".join(found.sentences()))
     assert named is not None
-    fitting = [world for world in range(1, 9) if answer(sketch, found.whole.resized(world)).best]  # type: ignore
-    assert int(named[1]) == min(fitting)
-    assert small(saved, float(named[2]), world=1).best
+    fitting = [world for world in range(1, 9) if answer(sketch, found.whole.resized(world), 12).best]  # type: ignore
+    assert int(named[1]) == min(fitting) == 3
+    assert small(saved, float(named[2]), world=1, batch=12).best
 
 
 def test_more_devices_come_in_the_nodes_that_the_cluster_has(saved: Path) -> None:
