@@ -102,7 +102,8 @@ class Ref(NamedTuple):
 
 
 class Blueprint(Settings):
-    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class.
+    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class;
+    ``lists``: paths of those that are module lists or sequences, of whatever class.
 
     ``loss``: the operations of the job's loss on the outputs and the ``targets`` (numbers of values), and
     ``timeline``: what forward, loss and backward hold in memory; both where the loss was traced too.
@@ -118,6 +119,7 @@ class Blueprint(Settings):
     loss: tuple[Operation, ...] = ()
     targets: tuple[int, ...] = ()
     timeline: Timeline | None = None
+    lists: tuple[str, ...] = ()
 
     def within(self, path: str) -> Iterator[Operation]:
         """The operations of the module ``path`` and of those below it, in order."""

@@ -85,6 +85,7 @@ def trace(
         values=tuple(watcher.values), operations=tuple(watcher.operations[:end]), parameters=tuple(_parameters(model)),
         inputs=inputs, outputs=tuple(outputs), samples=samples,
         modules={path: type(module).__name__ for path, module in model.named_modules()},
+        lists=tuple(p for p, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)),
         loss=tuple(watcher.operations[end:]), targets=tuple(watcher.values_of(targets)),
         timeline=watcher.ledger.timeline() if loss is not None else None,
     )  # fmt: skip

@@ -198,12 +198,7 @@ class Cluster(Settings):
 
     def write(self, path: str | Path) -> None:
         """Save it as TOML. Raises ConfigError."""
-        try:
-            Path(path).write_bytes(self.to_toml().encode())
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
-            ) from None
+        toml.write_text(path, self.to_toml())
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

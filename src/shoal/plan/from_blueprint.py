@@ -98,10 +98,12 @@ class _Maker:
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.learned = _learned(self.operations, blueprint)
         self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
-        self.repeated = _repeated(blueprint, units)
+        self.listed = frozenset(unit for unit in units if _holder(unit) in blueprint.lists)
+        self.repeated = _repeated(blueprint, self.listed)
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -191,12 +193,12 @@ class _Maker:
             buffers = sum(p.bytes for p in self.blueprint.parameters if p.buffer and self.home(p.name) == number)
             made.append(Block(
                 span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
-                carried / self.samples, carried / self.samples, buffers, held[number],
+                carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
             key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
-                   block.carried_bytes)  # fmt: skip
+                   block.unit, block.carried_bytes)  # fmt: skip
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
@@ -248,8 +250,11 @@ class _Maker:
     def traffic(self, span: _Span) -> tuple[Traffic, ...]:
         return tuple(
             Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
-            for local in self.local.operations[span.begin : span.end]
+            for of, local in zip(
+                self.operations[span.begin : span.end], self.local.operations[span.begin : span.end], strict=True
+            )
             for move in local.moves
+            if move.phase == "forward" or self.learned.intersection(of.gives)
         )
 
     def ops(self, span: _Span) -> tuple[Op, ...]:
@@ -299,7 +304,7 @@ class _Maker:
 
     def backward(self, of: Operation) -> float:
         """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient."""
-        needs = any(self.blueprint.values[value].of_model for value in of.reads)
+        needs = bool(self.learned.intersection(of.reads))
         trains = any(self.blueprint.parameter[name].trains for name in of.parameters)
         if of.name in SPLITS:
             return float(needs)
@@ -308,7 +313,30 @@ class _Maker:
         return 2.0 if needs else float(trains)
 
 
-def _repeated(blueprint: Blueprint, units: Sequence[str]) -> frozenset[str]:
-    """The units that are repeated blocks: members of a list or sequence (pipeline/units.py, block_paths)."""
-    lists = ("ModuleList", "Sequential")
-    return frozenset(unit for unit in units if blueprint.modules.get(unit.rpartition(".")[0]) in lists and "." in unit)
+def _learned(operations: Sequence[Operation], blueprint: Blueprint) -> frozenset[int]:
+    """The values that depend on a trained parameter: those that have gradients."""
+    found: set[int] = set()
+    for of in operations:
+        if found.intersection(of.reads) or any(blueprint.parameter[name].trains for name in of.parameters):
+            found.update(of.gives)
+    return frozenset(found)
+
+
+def _repeated(blueprint: Blueprint, listed: frozenset[str]) -> frozenset[str]:
+    """Of the units in lists those that are repeated blocks: of one class all, made of modules themselves
+    (pipeline/units.py, block_paths)."""
+    members: dict[str, list[str]] = {}
+    for path in blueprint.modules:
+        if path:
+            members.setdefault(_holder(path), []).append(path)
+
+    def blocks(holder: str) -> bool:
+        own = members[holder]
+        return len(own) > 1 and len({blueprint.modules[path] for path in own}) == 1 and own[0] in members
+
+    return frozenset(unit for unit in listed if blocks(_holder(unit)))
+
+
+def _holder(path: str) -> str:
+    """The module that a path lies in."""
+    return path.rpartition(".")[0]
