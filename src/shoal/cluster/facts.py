@@ -34,6 +34,13 @@ class Product(Settings):
         return 2 * self.m * self.k * self.n / self.seconds
 
 
+class Attention(Product):
+    """Measured attention: m queries of all heads, k wide, over n keys. ``seconds``: of half its forward, so that a
+    product's FLOPs stand for it, counted in full."""
+
+    causal: bool = Field(default=True, description="positions look back alone")
+
+
 class Stream(Settings):
     """A measured element-wise operation that reads and writes ``bytes``, with every worker of the machine at it."""
 
@@ -75,9 +82,7 @@ class Device(Settings):
         default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
     )
     products: tuple[Product, ...] = Field(default=(), description="measured matrix products, by shape and precision")
-    attentions: tuple[Product, ...] = Field(
-        default=(), description="measured attention: m queries of all heads, k wide, n keys; half its seconds"
-    )
+    attentions: tuple[Attention, ...] = Field(default=(), description="measured attention, causal and not")
     streams: tuple[Stream, ...] = Field(default=(), description="measured element-wise operations, by size")
     functions: tuple[Function, ...] = Field(default=(), description="measured element-wise functions, by name")
 
