@@ -60,8 +60,8 @@ class Operation(NamedTuple):
     ``arguments`` and ``keywords``: as given, a tensor as ``Ref``. ``flops``: of the forward, a multiply-add counts two
     (as torch.utils.flop_counter). ``moved_bytes``: of its tensors, as given and taken. ``kept_bytes``: newly kept for backward by
     autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out;
-    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none. ``back_launches``: those
-    of the backward, and ``touches``: what both read and write, where a backward was traced.
+    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none. ``touches``: what its
+    kernels read and write. ``back_launches`` and the backward's bytes are 0 where none was traced.
     """
 
     name: str

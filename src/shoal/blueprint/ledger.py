@@ -28,6 +28,9 @@ NORMS = (
 _STANDS = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.add.Tensor)
 
 
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
 class Entry:
     """A storage under way: see ``facts.Storage``. ``sources``: storages, or names of parameters, that it stands for.
     ``gradient``: the parameter that it is a part of the gradient of."""
@@ -68,6 +71,7 @@ class Ledger(TorchDispatchMode):
         self._backs: Callable[[], int] | None = None
         self._watched: list[Any] = []
         self._tensors: list[_Tensors] = []
+        self._makers: dict[int | str | None, int] = {}  # of values
         #: Of each operation, by storage, parameter or count of numbers: bytes as in ``facts.Touch``.
         self._touched: dict[int, dict[Entry | str | int, list[int]]] = {}
         self.back_launches: Counter[int] = Counter()
@@ -93,13 +97,26 @@ class Ledger(TorchDispatchMode):
         """Count a kernel with what it reads and writes, at its operation."""
         self.launches += 1
         back = bool(self.backward)
-        self.back_launches[self.operation] += back
+        operation = self._summed_at(func, args) if back else self.operation
+        self.back_launches[operation] += back
         place = back + 2 * is_product(func)
-        found = self._touched.setdefault(self.operation, {})
+        found = self._touched.setdefault(operation, {})
         for tensor, nbytes in touched(func, args, kwargs, result):
             key = tensor.untyped_storage()._cdata
             of = self.held.get(key) or self.live.get(key) or tensor.numel()
             found.setdefault(of, [0, 0, 0, 0])[place] += nbytes
+
+    def _summed_at(self, func: Any, args: Any) -> int:
+        """The operation that a kernel of the backward counts to. Gradients of a value that several read are summed as
+        each comes: at the operation that gave the value."""
+        if func not in _SUMS or self.operation >= len(self._tensors) or not isinstance(args[1], Tensor):
+            return self.operation
+        born = [self.live.get(tensor.untyped_storage()._cdata) for tensor in args[:2]]
+        if all(entry is None or entry.operation == self.operation for entry in born):
+            return self.operation
+        taken = self._tensors[self.operation].taken
+        of = next((of for of, size in taken if size == args[0].numel()), None)
+        return self._makers.get(of, self.operation)
 
     def _statistics(self, result: Any) -> None:
         """A norm's mean and deviation are float32 where its input is narrower; the fake kernel says otherwise."""
@@ -169,6 +186,7 @@ class Ledger(TorchDispatchMode):
                 entry.of = number
             if entry is not None:
                 of.setdefault(entry, number)
+            self._makers[number] = self.operation
         sizes = [[(number, tensor.numel()) for number, tensor in each] for each in (reads, gives)]
         self._tensors.append(_Tensors(of, *sizes))
         self.sequence.append(torch.autograd._get_sequence_nr())

@@ -81,7 +81,7 @@ def trace(
         for hook in hooks:
             hook.remove()
     end = watcher.model_ends
-    operations = tuple(watcher.operations) if loss is None else watcher.with_kernels()
+    operations = watcher.with_kernels()
     return Blueprint(
         values=tuple(watcher.values), operations=operations[:end], parameters=tuple(_parameters(model)),
         inputs=inputs, outputs=tuple(outputs), samples=samples,
