@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.cluster import machine, operations
-from shoal.cluster.facts import Collective, Fit, Function, Link, Product
+from shoal.cluster.facts import ATTENTION_BACKWARD, Attention, Collective, Fit, Function, Link, Product
 from shoal.cluster.fit import line
 from shoal.cluster.grid import Grid
 from shoal.core.errors import ConfigError
@@ -145,7 +145,7 @@ class Bench:
     # -- one device
 
     def product(self, precision: str, shape: tuple[int, int, int], budget_s: float) -> Product:
-        """A third of a linear layer's forward and backward, as torch calls it: x (m, k), w (n, k)."""
+        """A third of a linear layer's products, forward and backward, as torch calls them: x (m, k), w (n, k)."""
         m, k, n = shape
         call = operations.product(self.place, DTYPES[precision], shape)
         return Product(precision=precision, m=m, k=k, n=n, seconds=self.computing(call, budget_s) / 3)
@@ -179,7 +179,7 @@ class Bench:
     def launch(self, budget_s: float) -> float:
         """Seconds per kernel of a chain of blocks on a few numbers, forward and backward."""
         call, kernels = operations.chain(self.place)
-        return self.computing(call, budget_s) / (2 * kernels)
+        return self.computing(call, budget_s) / kernels
 
     def sharing(self, budget_s: float) -> float:
         """How many times faster a rank's products are while the others of the world wait, at least 1."""
@@ -188,15 +188,17 @@ class Bench:
         alone = self.largest(self.seconds(None if self.rank else call, budget_s / 2))
         return max(1.0, together / alone)
 
-    def attentions(self, precision: str) -> tuple[Product, ...]:
-        """Causal attention by shape: m queries of all heads, k wide, n keys; a third of forward and backward, whose
-        FLOPs are 4 m k n forward, counted in full, and twice that back."""
-        found, shapes = [], self.grid.attentions
-        for b, h, t, d in shapes:
-            budget_s = self.next(SMALL / len(shapes), f"attention, {t} positions of width {d}")
-            call = operations.attention(self.place, DTYPES[precision], (b, h, t, d))
-            seconds = self.computing(call, budget_s) / 3 / 2
-            found.append(Product(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds))
+    def attentions(self, precision: str) -> tuple[Attention, ...]:
+        """Attention by shape, causal and not: m queries of all heads, k wide, n keys. Its FLOPs are 4 m k n forward,
+        counted in full, and ATTENTION_BACKWARD times that back."""
+        found = []
+        cells = [(causal, shape) for causal in (True, False) for shape in self.grid.attentions]
+        forwards = 1 + ATTENTION_BACKWARD["cuda-flash" if self.place.type == "cuda" else "cpu"]
+        for causal, (b, h, t, d) in cells:
+            budget_s = self.next(SMALL / len(cells), f"attention, {t} positions of width {d}")
+            call = operations.attention(self.place, DTYPES[precision], (b, h, t, d), causal)
+            seconds = self.computing(call, budget_s) / forwards / 2
+            found.append(Attention(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds, causal=causal))
         return tuple(found)
 
     def optimizer(self, budget_s: float) -> float:

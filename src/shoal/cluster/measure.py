@@ -87,7 +87,7 @@ def _device(bench: Bench) -> dict[str, Any]:
         "flops_per_s": peaks,
         "matmul_share": min(1.0, rates[main] / peaks[main]),
         "matmul_half": half,
-        "attention_share": min(1.0, max(one.flops_per_s for one in attentions) / peaks[main]),
+        "attention_share": min(1.0, max(one.flops_per_s for one in attentions if not one.causal) / peaks[main]),
         "memory_bytes_per_s": bandwidth,
         "memory_share": min(1.0, whole / streams[-1].seconds / bandwidth),
         "launch_s": launch,
