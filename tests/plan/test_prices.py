@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shoal.cluster.facts import Cluster, Device, Fit, Function, Link, Product, Stream
+from shoal.cluster.facts import Attention, Cluster, Device, Fit, Function, Link, Product, Stream
 from shoal.core.errors import ConfigError
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, States
@@ -297,7 +297,7 @@ def test_a_host_that_computes_hides_no_start():
 
 def test_measured_functions_and_attention_go_before_constants():
     function = Function(name="op", bytes=100.0, forward_s=2.0, backward_s=3.0)
-    attention = Product(precision="bf16", m=64, k=64, n=64, seconds=1e-3)
+    attention = Attention(precision="bf16", m=64, k=64, n=64, seconds=1e-3)
     device = DEVICE.model_copy(update={"functions": (function,), "attentions": (attention,)})
     asked = op(moved=50.0, kind="memory", backward=1.0)
     assert op_seconds(asked, 4, device, "bf16") == pytest.approx((4.0, 6.0))

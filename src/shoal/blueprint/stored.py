@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Value
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Touch, Value
 from shoal.core.errors import ConfigError
 from shoal.core.settings import Settings
 from shoal.core.toml import read_text, write_text
@@ -83,7 +83,8 @@ def _blueprint(values: dict[str, Any]) -> Blueprint:
 
 def _operation(values: tuple[Any, ...]) -> Operation:
     made = Operation(*values)
-    return made._replace(kept=tuple(Kept(*each) for each in made.kept))
+    kept, touches = (tuple(Kept(*each) for each in made.kept), tuple(Touch(*each) for each in made.touches))
+    return made._replace(kept=kept, touches=touches)
 
 
 def _out(value: Any) -> Any:

@@ -17,6 +17,9 @@ from shoal.core.settings import Settings
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 #: Whose kernels run: they decide what autograd keeps for backward.
 Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
+#: Attention's backward over its forward: four products for two, and fused kernels work the scores out again. Measured
+#: on a processor, whose fused backward takes 2.1 forwards.
+ATTENTION_BACKWARD: dict[str, float] = {"cpu": 2.0, "cuda-flash": 2.5, "cuda-math": 2.0}
 
 
 class Product(Settings):
@@ -32,6 +35,13 @@ class Product(Settings):
     def flops_per_s(self) -> float:
         """2 m k n over its time."""
         return 2 * self.m * self.k * self.n / self.seconds
+
+
+class Attention(Product):
+    """Measured attention: m queries of all heads, k wide, over n keys. ``seconds``: of half its forward, so that a
+    product's FLOPs stand for it, counted in full."""
+
+    causal: bool = Field(default=True, description="positions look back alone")
 
 
 class Stream(Settings):
@@ -80,9 +90,7 @@ class Device(Settings):
         default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
     )
     products: tuple[Product, ...] = Field(default=(), description="measured matrix products, by shape and precision")
-    attentions: tuple[Product, ...] = Field(
-        default=(), description="measured attention: m queries of all heads, k wide, n keys; half its seconds"
-    )
+    attentions: tuple[Attention, ...] = Field(default=(), description="measured attention, causal and not")
     streams: tuple[Stream, ...] = Field(default=(), description="measured element-wise operations, by size")
     functions: tuple[Function, ...] = Field(default=(), description="measured element-wise functions, by name")
 

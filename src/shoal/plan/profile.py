@@ -22,10 +22,14 @@ ActivationAxis = Literal["tensor", "context", "expert"]
 
 class Op(NamedTuple):
     """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
-    samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
+    samples has b times as much. A product is (m, k) x (k, n). ``moved_bytes``, ``fixed_bytes`` (of weights, per call):
+    read and written by the forward; ``back_moved_bytes``, ``back_fixed_bytes``: by the backward; None: ``backward``
+    times the forward's.
     ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are.
-    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward. ``precision``: where
-    it is not the profile's. ``joins``: a view, whose gradients are put together: no forward, a copy in the backward.
+    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward; ``back_launches``: in
+    the backward; None: as many. ``precision``: where it is not the profile's. ``causal``: attention that only looks
+    back, whose ``flops`` count what the mask hides. ``call_bytes``: of arguments and results, where a device's measured
+    function of that name goes before the traffic of kernels.
     """
 
     name: str
@@ -41,7 +45,11 @@ class Op(NamedTuple):
     launches: float
     kept_fixed_bytes: float = 0
     precision: str = ""
-    joins: bool = False
+    causal: bool = False
+    back_moved_bytes: float | None = None
+    back_fixed_bytes: float = 0
+    back_launches: float | None = None
+    call_bytes: float | None = None
 
 
 class Traffic(NamedTuple):

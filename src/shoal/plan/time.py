@@ -170,7 +170,8 @@ class Prices:
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
-        started = sum(op.launches for op in block.ops) * device.launch_s
+        starts = [(op.launches, op.launches if op.back_launches is None else op.back_launches) for op in block.ops]
+        started, back_started = (sum(each[side] for each in starts) * device.launch_s for side in (0, 1))
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         if candidate.overlap_tensor and self.profile.sequence_parallel:
             products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
@@ -191,12 +192,14 @@ class Prices:
         if adds or host.computes(device):  # into the buckets
             backward += self._accumulated(block, candidate)
         waits = block.waits * device.launch_s
+        back_waits, back_started = waits * (1 + again), back_started + again * started
         if host.computes(device):  # nothing hides what it takes to start a kernel
-            waits += started + host.CALL * device.launch_s * len(block.traffic) / 2
-            started = 0.0
+            calls = host.CALL * device.launch_s * len(block.traffic) / 2
+            waits, back_waits = waits + calls + started, back_waits + calls * (1 + again) + back_started
+            started = back_started = 0.0
         return Work(
             Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
+            Pass(backward, back_waits + max(0.0, back_started - backward - sum(back)), *back),
         )
 
     def _chunked(self, sent: tuple[float, float, float], computing: float) -> tuple[float, float, float]:
