@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
+from shoal.blueprint.known import Known
 from shoal.blueprint.ledger import Entry, Ledger
 from shoal.blueprint.structures import mapped, tensors, unchanged_attributes, with_tensors
 from shoal.core.errors import ModelError
@@ -69,6 +70,7 @@ def trace(
             unchanged_attributes(model),
             torch.autograd.graph.saved_tensors_hooks(watcher.kept, lambda tensor: tensor),
             fakes,
+            Known(fakes),
             watcher.ledger,
         ):
             loss = next((t for t in tensors(forward()) if t.requires_grad), None)
