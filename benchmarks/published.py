@@ -15,10 +15,12 @@ import statistics
 import sys
 from collections import Counter
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from published_rows import Case, number, read, rows
+from published_cells import number
+from published_rows import Case, read, rows
 from published_systems import Skip
 
 from shoal.cluster.facts import Device
@@ -31,9 +33,6 @@ from shoal.plan.time import Prices
 from shoal.plan.transformer import model_flops, profile
 
 HERE = Path(__file__).resolve().parent
-#: Share of a device that those who choose what to recompute fill: below it nothing ran out of memory in the 454 runs of
-#: https://arxiv.org/abs/2411.06465 (there 0.8 of an estimate that knows nothing of the allocator).
-HEADROOM = 0.85
 COLUMNS = {"model", "gpu"}
 
 
@@ -89,14 +88,22 @@ def reserved(case: Case, candidate: Candidate) -> list[float]:
 
 
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
-    """The first candidate that fits, else the last one: its bytes by rank, and whether it fits."""
+    """Of the candidates with the least recomputation that fit, the fastest (without a published rate: the first); else
+    the last of all: its bytes by rank, and whether it fits."""
     room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
-    careful = HEADROOM * room if case.open else room
-    for candidate in case.candidates:
-        needed = memory(case, candidate)
-        if max(needed) <= careful:
-            return candidate, needed, True
-    return case.candidates[-1], needed, max(needed) <= room
+    for _, group in groupby(case.candidates, key=lambda one: (one.keep, one.offload_activations)):
+        tried = [(candidate, memory(case, candidate)) for candidate in group]
+        fit = [(one, needed) for one, needed in tried if max(needed) <= room]
+        if len(fit) > 1 and case.rate:
+            return *min(fit, key=lambda pair: per_sample(case, pair[0])), True
+        if fit:
+            return *fit[0], True
+    return *tried[-1], max(tried[-1][1]) <= room
+
+
+def per_sample(case: Case, candidate: Candidate) -> float:
+    """Seconds of a step over its samples."""
+    return Prices(profile_of(case, candidate), case.cluster).price(candidate).step_s / candidate.global_batch
 
 
 def predict(row) -> Outcome:
@@ -136,12 +143,11 @@ def half_precision_flops_per_s(device: Device) -> float:
 def flops_per_token(case: Case, candidate: Candidate) -> float:
     """Of forward and backward, by the row's convention: 6N + 12Lhs, causal half, or with recomputation."""
     notes, shape = case.row["notes"], case.shape
+    again = 4 / 3 if "HARDWARE" in notes and candidate.recompute == "full" else 1.0
     if "12Lhs" in notes and number(case.row, "params_b"):
-        return 6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens
+        return again * (6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens)
     half = "half" in notes or "Megatron-core" in notes or case.system.name == "megatron"
-    forward = model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
-    passes = 4 if "HARDWARE" in notes and candidate.recompute == "full" else 3
-    return passes * forward
+    return again * 3 * model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
 
 
 def summary(path: Path, show: bool) -> dict:

@@ -60,4 +60,50 @@ MODELS = {
                                   pattern=NANO, experts=Experts(128, 6, 1856, 3712), mamba=Mamba(4096, 128, 8, 64)),
     "nemotron3super": Shape("Nemotron-3-Super", 88, 4096, 32, 2, 2688, 131072, head_dim=128, gated=False, pattern=SUPER,
                             experts=Experts(512, 22, 2688, 5376, width=1024), mamba=Mamba(8192, 128, 8, 128)),
+    # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its other sizes; Qwen2 has the same
+    "qwen2.50.5b": Shape("Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
+    "qwen2.51.5b": Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True),
+    "qwen2.53b": Shape("Qwen2.5-3B", 36, 2048, 16, 2, 11008, 151936, tied=True),
+    "qwen2.57b": Shape("Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
+    "qwen27b": Shape("Qwen2-7B", 28, 3584, 28, 4, 18944, 152064),
+    "qwen2.514b": Shape("Qwen2.5-14B", 48, 5120, 40, 8, 13824, 152064),
+    "qwen2.532b": Shape("Qwen2.5-32B", 64, 5120, 40, 8, 27648, 152064),
+    "qwen2.572b": Shape("Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
+    "qwen272b": Shape("Qwen2-72B", 80, 8192, 64, 8, 29568, 152064),
+    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json and its other sizes
+    "qwen38b": Shape("Qwen3-8B", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "qwen314b": Shape("Qwen3-14B", 40, 5120, 40, 8, 17408, 151936, head_dim=128),
+    "qwen332b": Shape("Qwen3-32B", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "qwen3moe30b": Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 6144, 151936, head_dim=128, experts=Experts(128, 8, 768)),
+    # https://github.com/xai-org/grok-1/blob/main/run.py
+    "grok1": Shape("Grok-1", 64, 6144, 48, 8, 32768, 131072, head_dim=128, experts=Experts(8, 2, 32768)),
+    # https://arxiv.org/abs/2302.13971, table 2
+    "llama7b": Shape("LLaMA-7B", 32, 4096, 32, 32, 11008, 32000),
+    "llama13b": Shape("LLaMA-13B", 40, 5120, 40, 40, 13824, 32000),
+    "llama30b": Shape("LLaMA-33B", 60, 6656, 52, 52, 17920, 32000),
+    "llama33b": Shape("LLaMA-33B", 60, 6656, 52, 52, 17920, 32000),
+    "llama65b": Shape("LLaMA-65B", 80, 8192, 64, 64, 22016, 32000),
+    # https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0/blob/main/config.json
+    "tinyllama": Shape("TinyLlama-1.1B", 22, 2048, 32, 4, 5632, 32000),
+    # https://huggingface.co/bigscience/bloom/blob/main/config.json
+    "bloom176b": Shape("BLOOM-176B", 70, 14336, 112, 112, 57344, 250880, gated=False, tied=True),
+    # https://arxiv.org/abs/2205.01068, table 1
+    "opt175b": Shape("OPT-175B", 96, 12288, 96, 96, 49152, 50272, gated=False, tied=True, learned=2048),
+    # https://huggingface.co/EleutherAI/gpt-neox-20b/blob/main/config.json
+    "gptneox20b": Shape("GPT-NeoX-20B", 44, 6144, 64, 64, 24576, 50432, gated=False),
+    # https://huggingface.co/tiiuae/falcon-40b/blob/main/config.json and its other sizes
+    "falcon7b": Shape("Falcon-7B", 32, 4544, 71, 1, 18176, 65024, gated=False, tied=True),
+    "falcon40b": Shape("Falcon-40B", 60, 8192, 128, 8, 32768, 65024, gated=False),
+    "falcon180b": Shape("Falcon-180B", 80, 14848, 232, 8, 59392, 65024, gated=False),
+    # https://arxiv.org/abs/2201.11990
+    "mtnlg530b": Shape("MT-NLG 530B", 105, 20480, 128, 128, 81920, 51200, gated=False, tied=True, learned=2048),
+    # https://arxiv.org/abs/2406.11704 and https://arxiv.org/abs/2402.16819, table 1: two products with squared ReLU
+    "nemotron4340b": Shape("Nemotron-4-340B", 96, 18432, 96, 8, 73728, 256000, gated=False),
+    "nemotron340b": Shape("Nemotron-4-340B", 96, 18432, 96, 8, 73728, 256000, gated=False),
+    "nemotron415b": Shape("Nemotron-4-15B", 32, 6144, 48, 8, 24576, 256000, gated=False),
+    # https://huggingface.co/openai-community/gpt2/blob/main/config.json and its larger sizes
+    "gpt2124m": Shape("GPT-2 124M", 12, 768, 12, 12, 3072, 50257, gated=False, tied=True, learned=1024),
+    "gpt2medium": Shape("GPT-2 Medium", 24, 1024, 16, 16, 4096, 50257, gated=False, tied=True, learned=1024),
+    "gpt2large": Shape("GPT-2 Large", 36, 1280, 20, 20, 5120, 50257, gated=False, tied=True, learned=1024),
+    "gpt2xl": Shape("GPT-2 XL", 48, 1600, 25, 25, 6400, 50257, gated=False, tied=True, learned=1024),
 }  # fmt: skip

@@ -5,10 +5,11 @@ import math
 import re
 from typing import NamedTuple
 
+from published_cells import clean, number, precision, recomputed, says, sharding, whole
 from published_models import MODELS
-from published_systems import Skip, System, cut, device_name, hardware, network, system
+from published_systems import Skip, System, cut, device_name, hardware, network, stated_bytes, system
 
-from shoal.cluster.facts import Cluster, Device
+from shoal.cluster.facts import Cluster
 from shoal.plan.candidate import Candidate
 from shoal.plan.mesh import Mesh
 from shoal.plan.shapes import Experts, Shape
@@ -19,13 +20,13 @@ COLUMNS = (
     "precision", "recompute", "seq_parallel", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "step_time_s",
     "peak_memory_gib", "notes",
 )  # fmt: skip
-#: What tables write where nothing was published.
-NOTHING = ("nan", "none published", "n/a", "na", "-", "--", "?", "null", "unknown")
 FLAGS = ("SUSPECT", "PROXY", "MULTIMODAL", "LoRA")
 #: GPT-2's vocabulary, which Megatron-LM's tests use where their configuration names none.
 GPT2_VOCAB = 50257
 #: Llama 2's vocabulary, where a younger model's is not published.
 LLAMA_VOCAB = 32000
+#: Tried where a table does not say: micro-batches, and most chunks of a pipeline's rank.
+MICRO_BATCHES, CHUNKS = (16, 8, 4, 2, 1), 8
 HEAD = 128  # width of a head in models of 1 billion parameters and more
 #: Layers and hidden width of published sizes: GPT-3's, https://arxiv.org/abs/2005.14165 table 2.1, Llama's,
 #: https://arxiv.org/abs/2302.13971 table 2, and Megatron-LM's, https://arxiv.org/abs/2104.04473 table 1.
@@ -49,11 +50,6 @@ class Case(NamedTuple):
     memory_gib: float | None
     oom: bool
 
-    @property
-    def open(self) -> bool:
-        """Whether the row leaves recomputation or micro-batch open."""
-        return recomputed(self.row) is None and len(self.candidates) > 1
-
 
 def rows(path) -> list[dict]:
     """All rows of a CSV. Cells and columns that a file lacks are empty, as are those that say so. Where rows are said
@@ -71,26 +67,6 @@ def rows(path) -> list[dict]:
             row["notes"] = f"{row['notes']}; {before.get(row['section'], '')}"
             before[row["section"]] = row["notes"]
     return made
-
-
-def clean(cell) -> str:
-    """A cell's text, empty where it says that there is none."""
-    text = (cell or "").strip()
-    return "" if text.lower() in NOTHING else text
-
-
-def number(row, name, default=None):
-    """A cell as a number, ``default`` where it is empty or no number."""
-    try:
-        value = float(row.get(name, "").replace(",", "").lstrip("~≈<> ").rstrip("% "))
-    except ValueError:
-        return default
-    return value if math.isfinite(value) else default
-
-
-def whole(row, name, default=1) -> int:
-    """A cell as a degree: a whole number from 1 on, ``default`` where it is none."""
-    return max(1, int(number(row, name) or default))
 
 
 def read(row) -> Case:
@@ -111,7 +87,7 @@ def read(row) -> Case:
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
-    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row)))
+    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row), stated_bytes(row)))
     return Case(
         row=row,
         shape=shape,
@@ -156,42 +132,35 @@ def in_place(found: System, mesh: Mesh, world: int) -> System:
 def mesh_of(row) -> tuple[Mesh, int, int]:
     """The mesh, what is sharded (level), and the number of devices. Raises Skip."""
     tensor, pipeline, context = (whole(row, key) for key in ("tp", "pp", "cp"))
-    sharding = row["sharding"] or ("zero3" if "fsdp" in f"{row['source']} {row['section']}".lower() else "none")
+    layout = sharding(row)
     data, world = number(row, "dp"), number(row, "n_gpus")
     if world is None and data is None:
         stated = re.findall(r"(\d+)(?:/(\d+))*(?:/\d+)* H100", row["notes"])
-        if sharding != "none" and not stated:
+        if layout != "none" and not stated:
             raise Skip("number of devices not published")
         numbers = re.search(r"((?:\d+/)+\d+) H100", row["notes"])
         world = int(numbers[1].split("/")[-1]) if numbers else tensor * pipeline * context
     world = int(world or data * tensor * pipeline * context)
     ranks = max(1, world // (tensor * pipeline * context))
     group = re.search(r"zero1 group=(\d+)", row["notes"])
-    shard = {"none": 1, "hsdp": min(8, ranks)}.get(sharding, int(group[1]) if group else ranks)
+    shard = {"none": 1, "hsdp": min(8, ranks)}.get(layout, int(group[1]) if group else ranks)
     shard = math.gcd(shard, ranks)
-    level = {"zero1": 1, "zero2": 2}.get(sharding, 3)
+    gathered = 2 if pipeline > 1 else 3  # in a pipeline weights stay gathered
+    level = {"none": 1, "zero1": 1, "zero2": 2}.get(layout, gathered)
     mesh = Mesh(pipeline=pipeline, replicate=ranks // shard, shard=shard, context=context, tensor=tensor)
     return mesh, level, world
 
 
 def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, cluster: Cluster) -> tuple[Candidate, ...]:
     """What the row leaves open, least recomputation and largest micro-batch first. Raises Skip."""
-    ranks = mesh.shard * mesh.replicate
-    stated = int(number(row, "micro_batch") or 0)
-    batch = number(row, "global_batch_sequences")
-    chunks = whole(row, "vp")
-    notes = row["notes"].lower()
+    notes, states = row["notes"].lower(), found.states
+    if found.name == "mosaic" and row["precision"] == "bf16":
+        states = states._replace(reduce=2)  # MosaicML's PURE: gradients too travel in bf16
     activations = re.search("activation offload|fine.grained.offload", notes) is not None
-    if mesh.pipeline == 1:
-        chunks = 1
     made = []
     for again in shares(row, found):
-        for micro in (stated,) if stated else (4, 2, 1):
-            accumulation = max(1, round((batch or micro * ranks) / (micro * ranks)))
+        for micro, accumulation, chunks in batches(row, shape, found, mesh):
             schedule, parts = schedule_of(mesh.pipeline, chunks, accumulation)
-            states = found.states
-            if found.name == "mosaic" and row["precision"] == "bf16":
-                states = states._replace(reduce=2)  # MosaicML's PURE: gradients too travel in bf16
             made.append(
                 Candidate(
                     mesh=mesh,
@@ -204,7 +173,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     recompute="full" if again else "none",
                     keep=1 - again,
                     # Megatron-LM runs experts beside tensor parallelism only with sequence parallelism
-                    sequence_parallel=mesh.tensor > 1 and (row["seq_parallel"] == "yes" or shape.experts is not None),
+                    sequence_parallel=mesh.tensor > 1 and splits_positions(row, shape, found),
                     precision=precision(row, cluster.device),
                     states=states._replace(optimizer=0) if "SGD" in row["notes"] else states,
                     expert=whole(row, "ep"),
@@ -227,7 +196,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
 
 def shares(row, found: System) -> list[float]:
     """Shares of the layers that may have been recomputed, the least first."""
-    share = recomputed(row)
+    share = recomputed(row, found.name == "megatron")
     if share == 0.5 and row["recompute"] == "selective":
         share = found.selective
     share = found.recomputed if share is None else share
@@ -248,6 +217,31 @@ def doubt(row) -> float:
     )
 
 
+def batches(row, shape: Shape, found: System, mesh: Mesh) -> list[tuple[int, int, int]]:
+    """Micro-batch, micro-batches and chunks per rank: as stated, else all that are usual. Who leaves the micro-batch
+    open leaves interleaving open too; a batch that is not published is one micro-batch, of a pipeline four per stage.
+    """
+    ranks, pipeline = mesh.shard * mesh.replicate, mesh.pipeline
+    stated, batch = int(number(row, "micro_batch") or 0), number(row, "global_batch_sequences")
+    chunks = [whole(row, "vp")]
+    if not stated and not row["vp"] and pipeline > 1 and found.name == "megatron":
+        slots = shape.layers if shape.layers % pipeline == 0 else shape.layers + 2
+        chunks = [n for n in range(1, CHUNKS + 1) if n == 1 or slots % (pipeline * n) == 0]
+    made = []
+    for micro in (stated,) if stated else MICRO_BATCHES:
+        usual = micro * ranks * (4 * pipeline if pipeline > 1 else 1)
+        accumulation = max(1, round((batch or usual) / (micro * ranks)))
+        if micro in (stated, 1) or not batch or micro * ranks <= batch:
+            made += [(micro, accumulation, parts) for parts in chunks]
+    return made
+
+
+def splits_positions(row, shape: Shape, found: System) -> bool:
+    """Whether tensor ranks share positions out: by the cell; where it is empty, as the system does by itself."""
+    said = says(row, "seq_parallel")
+    return shape.experts is not None or (found.splits_positions if said is None else said)
+
+
 def schedule_of(pipeline: int, chunks: int, accumulation: int) -> tuple[str | None, int]:
     """The schedule and chunks per rank; with fewer micro-batches than stages 1F1B is GPipe."""
     if pipeline == 1:
@@ -255,25 +249,6 @@ def schedule_of(pipeline: int, chunks: int, accumulation: int) -> tuple[str | No
     if chunks > 1 and accumulation % max(1, accumulation // pipeline) == 0:
         return "interleaved-1f1b", chunks
     return ("1f1b" if accumulation >= pipeline else "gpipe"), 1
-
-
-def recomputed(row) -> float | None:
-    """Share of blocks computed twice, None where it is not published. Hardware over model FLOPs say it."""
-    found = re.search(r"HFU ([\d.]+)", row["notes"])
-    if row["recompute"] == "none":
-        return 0.0
-    if found and number(row, "mfu") and row["recompute"]:
-        return min(1.0, max(0.0, 3 * (float(found[1]) / number(row, "mfu") - 1)))
-    if row["recompute"] == "selective" and "recompute" in row["notes"]:
-        return 0.0  # of norms and activations alone: it costs little
-    return {"full": 1.0, "selective": 0.5}.get(row["recompute"])
-
-
-def precision(row, device: Device) -> str:
-    """Of the products; half precision is the one that the device has."""
-    text = row["precision"].lower()
-    half = "fp16" if "fp16" in text and "bf16" not in text or "bf16" not in device.flops_per_s else "bf16"
-    return next((found for found in ("fp4", "fp8") if found in text), "fp32" if text == "fp32" else half)
 
 
 def starts(shape: Shape, stages: int, cuts: str = "") -> tuple[int, ...]:

@@ -23,8 +23,9 @@ class System(NamedTuple):
     pipeline. ``piped_kernels``: host time of tensor collectives in a pipeline, in kernel starts per rank and block.
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
     tensors, before Hopper and since. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the
-    last holds where ``in_place`` says. ``hopper_attention_share``: of the H100's peak, where attention is not
-    FlashAttention 2 (0: it is). ``stranded``: bytes per parameter a rank updates that its step frees in pieces too
+    last holds where ``in_place`` says. ``hopper``: constants of the H100 and H200 that its kernels reach,
+    where they are not PyTorch's. ``splits_positions``: tensor ranks share positions out, where a row does not say.
+    ``stranded``: bytes per parameter a rank updates that its step frees in pieces too
     small for what comes next: the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages,
     as ``starts`` says. ``recomputed``: share of the layers, where a row does not say (None: as few as fit);
     ``selective``: where it says no more than that. ``chunks_loss``: float32 for an eighth of the logits at a time.
@@ -44,7 +45,8 @@ class System(NamedTuple):
     overlap_tensor: bool = False
     gradient_buffers: bool = True
     blocking_s: float = 0.0
-    hopper_attention_share: float = 0.0
+    hopper: dict[str, float] = {}
+    splits_positions: bool = False
     stranded: float = 0.0
     recomputed: float | None = None
     selective: float = 0.5
@@ -59,9 +61,9 @@ class System(NamedTuple):
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster as this system's kernels use it."""
         device = cluster.device
-        if not self.hopper_attention_share or "H100" not in device.name and "H200" not in device.name:
+        if "H100" not in device.name and "H200" not in device.name:
             return cluster
-        faster = device.model_copy(update={"attention_share": self.hopper_attention_share})
+        faster = device.model_copy(update=self.hopper)
         return cluster.model_copy(update={"device": faster})
 
 
@@ -76,9 +78,12 @@ _COMPILED = Software(expands=True, loss_kept=12)
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
 #: step); workspaces: of cuBLAS (8 MiB, since Hopper 32) and Transformer Engine (4 MiB, 32: cpp_extensions/gemm.py), and
 #: 48 MiB that the golden values show besides on both.
+#: Its products: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B, Llama
+#: 3.1 8B to 405B and Nemotron-4 340B in NeMo (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
+HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
 _MEGATRON = System(
     "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper_attention_share=0.452,
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER,
     first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
@@ -110,7 +115,7 @@ SYSTEMS = (
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
     # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
     _MEGATRON._replace(
-        states=States(2, 0, 2, 12), overlap_tensor=True, offloads=True,
+        states=States(2, 0, 2, 12), overlap_tensor=True, splits_positions=True, offloads=True,
         first_word=("nemo", "megatron-bridge", "megascale"),
     ),
     _MEGATRON,
@@ -132,8 +137,10 @@ SYSTEMS = (
     ),
     # torch's selective checkpointing by operation as torchtitan sets it: of 37 h bytes that a layer of Llama's shape
     # keeps 15.5 stay: its input, every second product's result, attention's. Blocks are compiled, not the loss.
-    System("fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, selective=0.58,
-           first_word=("fsdp", "torchtitan")),
+    System(
+        "fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, splits_positions=True, selective=0.58,
+        first_word=("fsdp", "torchtitan"),
+    ),
 )  # fmt: skip
 #: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
 #: those for the norm.
@@ -150,11 +157,15 @@ def system(row) -> System:
         found = found._replace(states=States(2, 0, 2, 4))
     if found.name == "internevo" and row["sharding"] == "zero3":
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
-    if found.name in ("fsdp", "torchtune") and row["compile"] == "yes":
+    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|torch\.compile"
+    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
+    if found.name in ("fsdp", "torchtune") and compiled and row["compile"].lower() != "no":
         found = found._replace(software=_COMPILED._replace(loss_kept=10 if found.chunks_loss else _COMPILED.loss_kept))
     elif found.name in ("fsdp", "torchtune") and row["recompute"] == "selective" and "block" not in row["notes"]:
         kept = {"norm_kept": _COMPILED.norm_kept, "activation_kept": _COMPILED.activation_kept}  # results of products
         found = found._replace(software=found.software._replace(**kept))
+    if found.name == "megatron" and "V100" in row["gpu"].upper():  # its fused attention needs an A100
+        found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
 
 
@@ -172,7 +183,7 @@ def with_notes(found: System, notes: str) -> System:
         software = software._replace(
             again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN}))
         )
-    if "transformer-impl=local" in notes:  # Megatron-LM's own attention, which is not fused
+    if re.search("transformer-impl=local|not fused|eager attention|(without|no) flash", notes):
         software = software._replace(flash=False, dropout=True)
     chunked = re.search("chunked cross.entropy|chunked loss", notes) is not None
     if chunked or (found.chunks_loss and "cumulative" not in notes):  # an ablation names its switches
@@ -196,6 +207,8 @@ DEVICES = {
 EFA = {f"{name}-efa" for name in names() if "efa" in networks(name)}
 #: Devices of one NVLink domain that a job takes: whole trays of an NVL72 in powers of two.
 NVL72 = 64
+#: Names round a device's memory by less than this; what differs by more is another model of it.
+MODEL = 0.1
 
 
 def device_name(row) -> str:
@@ -219,13 +232,27 @@ def cut(row) -> float:
     return 400 / 600 if "A800" in text else 400 / 900 if "H800" in text else 1.0
 
 
+def stated_bytes(row) -> int | None:
+    """Device memory where the device's name states it."""
+    found = re.search(r"(\d+) ?GI?B?\b", row["gpu"].upper())
+    return int(found[1]) * 10**9 if found and int(found[1]) >= 8 else None
+
+
 @cache
 def hardware(
-    name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int, left: float = 1.0
+    name: str,
+    per_node: int,
+    node_bytes_per_s: float | None,
+    efa: bool,
+    world: int,
+    left: float = 1.0,
+    memory_bytes: int | None = None,
 ) -> Cluster:
-    """``world`` devices of a preset, ``per_node`` to a node; its network's speed where it is not the usual; ``left``:
-    of the speed inside a node."""
+    """``world`` devices of a preset, ``per_node`` to a node; its network's speed and the device's memory where they are
+    not the usual; ``left``: of the speed inside a node."""
     base = preset(f"{name}-efa" if efa and f"{name}-efa" in EFA else name)
+    if memory_bytes and abs(memory_bytes / base.device.memory_bytes - 1) > MODEL:
+        base = base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory_bytes})})
     if base.inside is not None and left < 1:
         base = base.model_copy(
             update={"inside": base.inside.model_copy(update={"bytes_per_s": base.inside.bytes_per_s * left})}
@@ -243,6 +270,8 @@ def network(row) -> tuple[float | None, bool]:
     """Bytes per second of a node's network where the row states it, and whether it is Amazon's EFA."""
     text = f"{row['section']} {row['notes']}"
     efa = re.search(r"(?<!without )\bEFA\b", text) is not None or "nanotron" in row["source"]
+    if found := re.search(r"([\d.]+) ?Gb(?:/s|ps)[^;,.]* per (?:GPU|device|rank|accelerator)", text):
+        return float(found[1]) / 8 * float(row["gpus_per_node"] or 8) * 1e9, efa
     patterns = (
         (r"(\d+)x(\d+) Gb ", lambda m: int(m[1]) * int(m[2]) / 8),
         (r"(\d+)x(\d+) GB/s per node", lambda m: int(m[1]) * int(m[2])),

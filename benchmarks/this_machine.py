@@ -270,7 +270,7 @@ def constants(host: Host, folder: Path, device: str | None, budget_s: float) -> 
 
 def linked(host: Host, known: Cluster, sizes: Grid, place: torch.device) -> Cluster:
     """Another world's device with the links of this one. Collective."""
-    bench, per_node = Bench(place, sizes, _silent), host.world // host.nodes
+    bench, per_node = Bench(place, sizes, _silent, host.rank, host.world), host.world // host.nodes
     part = LINKS / max(1, (per_node > 1) + (host.nodes > 1))
     inside = bench.link("inside", range(2, per_node + 1), 1, part) if per_node > 1 else None
     between = bench.link("between", range(2, host.nodes + 1), per_node, part)

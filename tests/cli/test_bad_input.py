@@ -31,7 +31,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "all contradictions together": (
         ("widht=3", "lr=fast", "--precision", "fp12", "--clip", -1, "--workers", 2, "--global-batch", 10,
          "--micro-batch", 4),
-        ("'widht'", "lr = 'fast'", "precision = 'fp12'", "clip = '-1'", "global batch 10 cannot be cut"),
+        ("'widht'", "lr = 'fast'", "precision = 'fp12'", "clip = -1.0", "global batch 10 cannot be cut"),
     ),
     "too little data": (
         (*TWO, "size=5", "--short-windows", "drop"), ("5 samples", "8", "short"),

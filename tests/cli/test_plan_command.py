@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.launch.answer import Planned, answer
 from shoal.launch.automatic import TOGETHER
 from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_lines, tried
-from shoal.launch.planning import Extras, find_cluster, more, plan
+from shoal.launch.planning import Extras, checked, find_cluster, more, plan
 from shoal.launch.sketch import sketch_of
 from shoal.plan import explain, scale
 
@@ -68,11 +70,12 @@ def planned(saved: Path) -> Planned:
     return plan(blueprint=str(saved / "blueprint.json"), cluster="a100-80gb", world=4)
 
 
-def small(saved: Path, gib: float, world: int = 4) -> Planned:
+def small(saved: Path, gib: float, world: int = 4, batch: int | None = None) -> Planned:
     """The job on devices with little memory."""
-    found = find_cluster("a100-80gb", world)
+    found = find_cluster("a100-80gb", None)
     device = found.device.model_copy(update={"memory_bytes": int(gib * 2**30), "reserved_bytes": 0})
-    return answer(Sketch.read(saved / "blueprint.json"), found.model_copy(update={"device": device}))
+    whole = found.model_copy(update={"device": device})
+    return answer(Sketch.read(saved / "blueprint.json"), whole.resized(world), batch, whole=whole)
 
 
 def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
@@ -142,6 +145,28 @@ def test_more_devices_are_named_where_they_would_fit(saved: Path) -> None:
     assert "devices instead of 1" in "\n".join(found.sentences())
 
 
+def test_the_change_that_is_named_fits_and_no_smaller_one_does(saved: Path) -> None:
+    """Memory was rounded down, so that what was named did not fit; 8 devices were named where 6 would do."""
+    sketch = Sketch.read(saved / "blueprint.json")
+    least = small(saved, 0.0001, world=1).search.least()
+    assert least is not None
+    found = small(saved, least[1].total_bytes / 0.95 / 2**30 * 0.15, world=1, batch=12)
+    named = re.search(r"fits: (\d+) devices instead of 1 .*or devices of ([\d.]+) GiB", "\n".join(found.sentences()))
+    assert named is not None
+    fitting = [world for world in range(1, 9) if answer(sketch, found.whole.resized(world), 12).best]  # type: ignore
+    assert int(named[1]) == min(fitting) == 6
+    assert small(saved, float(named[2]), world=1, batch=12).best
+
+
+def test_more_devices_come_in_the_nodes_that_the_cluster_has(saved: Path) -> None:
+    """--world 4 --scale 8,64 took the four devices for a node, and so on 64 for 16 nodes."""
+    path, page = str(saved / "blueprint.json"), Extras(scale="64")
+    few = plan(blueprint=path, cluster="h100", world=4, global_batch=64)
+    own = plan(blueprint=path, cluster="h100", world=64, global_batch=64)
+    assert more(few, page, None, {}).lines == more(own, page, None, {}).lines
+    assert more(few, page, None, {}).values["scale"][0]["step_s"] == own.best[0].cost.step_s
+
+
 def test_a_model_that_cannot_be_traced_gets_layouts_that_need_no_trace(saved: Path) -> None:
     sketch = sketch_of(str(saved / "planned.py"), {"reads": True})
     found = answer(sketch, find_cluster("h100", 4))
@@ -207,11 +232,46 @@ def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -
         (Extras(scale="8", scale_plot="a.txt"), "is no kind of picture"),
         (Extras(timeline="a.txt"), "end the name in .html for a picture, or in .json for a trace"),
         (Extras(trials=2), "a saved blueprint is none"),
+        (Extras(compare=("gone.toml", "gone.toml")), "gone.toml cannot be read as a plan"),
+        (Extras(price=-1.0), "--price -1 is no price of a device-hour; give a number above 0"),
+        (Extras(price=math.nan), "--price nan is no price"),
     ],
 )
 def test_bad_extras_are_refused(planned: Planned, extras: Extras, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
+        checked(extras, None)  # before minutes of planning
+    with pytest.raises(ConfigError, match=words):
         more(planned, extras, None, {})
+
+
+@pytest.mark.parametrize("name", ["global_batch", "top", "world"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_numbers_below_one_are_refused(saved: Path, name: str, value: int) -> None:
+    """A global batch of 0 was taken for the job's own; no plans to show ended in a traceback."""
+    with pytest.raises(ConfigError, match=f"{name} = {value}; give 1 or more"):
+        plan(blueprint=str(saved / "blueprint.json"), cluster="h100", **{name: value})  # pyright: ignore
+
+
+def test_files_that_cannot_be_written_are_refused(planned: Planned, tmp_path: Path) -> None:
+    """A traceback."""
+    (tmp_path / "file").write_text("")
+    for write in (planned.plan.write, planned.sketch.write):
+        with pytest.raises(ConfigError, match="file/x cannot be written: .*; name a file in a folder that is there"):
+            write(tmp_path / "file" / "x")
+
+
+def test_plain_values_say_all_that_the_page_does(planned: Planned, saved: Path) -> None:
+    """--json left out what --scale, --price and --compare had been asked for."""
+    planned.plan.write(saved / "same.toml")
+    asked = Extras(compare=(str(saved / "same.toml"), str(saved / "same.toml")), scale="4,104", price=2.5)
+    values = json.loads(json.dumps(more(planned, asked, None, {}).values, allow_nan=False))
+    best = planned.found_json(planned.best[0])
+    point, missing = values["scale"]
+    assert (missing["world"], missing["efficiency"]) == (104, None) and "nothing fits" in missing["why"]
+    assert (point["world"], point["efficiency"]) == (4, 1) and {**point, **best} == point
+    assert values["compare"] == [best, best]
+    assert values["price"]["per_billion_tokens"] == pytest.approx(1e9 / best["tokens_per_s"] / 3600 * 4 * 2.5)
+    assert values["price"]["per_epoch"] == pytest.approx(64 / best["samples_per_s"] / 3600 * 4 * 2.5)
 
 
 def test_a_plan_compared_with_itself_is_said_to_be_the_same(planned: Planned, saved: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
@@ -43,6 +43,7 @@ class Fielded(Job):
     betas: tuple[float, float] = (0.9, 0.99)
     optim: Optim = Optim(weight_decay=0.3)
     shape: Shape = Shape(x=7)
+    level: Literal[1, 2, "all"] = 2
     table: dict = {"x": 1, "y": {"u": 1, "v": 2}}
     open: dict[str, float] = {}
     stages: list[Shape] = []
@@ -153,6 +154,9 @@ def test_one_nested_value_leaves_its_siblings_as_they_were(given) -> None:
 
 
 def test_typed_words_for_lists_none_and_json() -> None:
+    assert [make_job(Fielded, [f"level={word}"]).level for word in ("1", "all")] == [1, "all"]
+    with pytest.raises(ConfigError, match=r"level = '3' \(expected Literal\[1, 2, 'all'\]\)"):
+        make_job(Fielded, ["level=3"])
     made = make_job(Fielded, ["betas=0.8,0.95", "clip=none", 'stages=[{"x": 3}]', 'optim={"lr": "1e-5"}', "either=7"])
     assert (made.betas, made.clip, made.stages) == ((0.8, 0.95), None, [Shape(3, 2)])
     assert made.optim == Optim(lr=1e-5, weight_decay=0.3)

@@ -49,6 +49,6 @@ def test_the_best_plans_run_here_and_are_ranked_by_what_was_measured(tmp_path: P
     (tmp_path / "tried.py").write_text(JOB)
     planned = plan(str(tmp_path / "tried.py"), fields=["width=32"], cluster=here())
     assert len(planned.best) >= 3 and not any(found.candidate.sequence_parallel for found in planned.best)
-    told = more(planned, Extras(trials=2), str(tmp_path / "tried.py"), ["width=32"])
+    told = more(planned, Extras(trials=2), str(tmp_path / "tried.py"), ["width=32"]).lines
     assert [line.partition(" ")[0] for line in told] == ["", "ran", "ran", "ranked"]
     assert told[-1].count("(measured)") == 2 and told[-1].count("(corrected)") == len(planned.best) - 2

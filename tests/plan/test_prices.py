@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shoal.cluster.facts import Cluster, Device, Fit, Function, Link, Product, Stream
+from shoal.cluster.facts import Attention, Cluster, Device, Fit, Function, Link, Product, Stream
 from shoal.core.errors import ConfigError
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, States
@@ -150,6 +150,34 @@ def test_a_sharded_optimizer_gathers_weights_and_behind_the_next_forward_only_if
     assert price(made, candidate._replace(overlap_weights=True), CLUSTER).shard_s == pytest.approx(scatter / 4)
 
 
+@pytest.mark.parametrize("cluster", [CLUSTER, "cpu"], ids=["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "mesh, level", [("replicate", 3), ("shard", 3), ("shard", 1)], ids=["replicate", "shard", "shard level 1"]
+)
+def test_frozen_weights_are_gathered_but_never_summed_scattered_or_updated(cluster, mesh, level):
+    """A model of adapters was said to sum, and to update, its frozen weights: plain data parallel at 2.9 times."""
+    cluster = cluster if isinstance(cluster, Cluster) else on_cpu(memory_bytes_per_s=1e30, launch_s=0)
+    made = model(*(block(name, op(flops=5e9), numel=10**9) for name in "ab"))
+    frozen = model(*(b._replace(weights=tuple(w._replace(trains=False) for w in b.weights)) for b in made.blocks))
+    candidate = lone(Mesh(**{mesh: 8}), accumulation=2, shard_level=level)
+    whole, cost = price(made, candidate, cluster), price(frozen, candidate, cluster)
+    assert whole.optimizer_s > 0 and whole.shard_s + whole.replicate_s > 0
+    assert cost.optimizer_s == cost.replicate_s == 0
+    assert (0 if mesh == "replicate" else 0.2 * whole.shard_s) <= cost.shard_s < 0.7 * whole.shard_s + 1e-12
+    mixed = model(made.blocks[0], frozen.blocks[1])
+    assert cost.step_s < price(mixed, candidate, cluster).step_s < whole.step_s
+
+
+def test_a_tied_weight_is_summed_and_updated_once_on_a_rank_that_reads_it_twice():
+    one = model(block("a", op(flops=5e9), numel=10**9), block("b", op(flops=5e9)))
+    tied = tuple(weight._replace(tie="a.w") for weight in one.blocks[0].weights)
+    both = model(*(b._replace(weights=tied) for b in one.blocks))
+    for candidate in (lone(Mesh(replicate=8)), lone(Mesh(pipeline=1, shard=8), shard_level=1)):
+        assert price(both, candidate, CLUSTER) == pytest.approx(price(one, candidate, CLUSTER))
+    apart = lone(Mesh(pipeline=2, replicate=8), accumulation=2, schedule="1f1b", starts=(0, 1))
+    assert price(both, apart, CLUSTER).optimizer_s == pytest.approx(price(one, apart, CLUSTER).optimizer_s)
+
+
 def test_shards_are_gathered_one_block_ahead_on_one_link():
     """Five blocks of 1 s forward and 2 s backward; a gather takes 1.5 s and a scatter 3 s on the link."""
     blocks = [block(f"{n}", op(flops=5e13), numel=10**9) for n in range(5)]
@@ -269,7 +297,7 @@ def test_a_host_that_computes_hides_no_start():
 
 def test_measured_functions_and_attention_go_before_constants():
     function = Function(name="op", bytes=100.0, forward_s=2.0, backward_s=3.0)
-    attention = Product(precision="bf16", m=64, k=64, n=64, seconds=1e-3)
+    attention = Attention(precision="bf16", m=64, k=64, n=64, seconds=1e-3)
     device = DEVICE.model_copy(update={"functions": (function,), "attentions": (attention,)})
     asked = op(moved=50.0, kind="memory", backward=1.0)
     assert op_seconds(asked, 4, device, "bf16") == pytest.approx((4.0, 6.0))

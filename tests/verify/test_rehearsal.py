@@ -141,6 +141,29 @@ class Reads(nn.Module):
         return made if made.sum() > 0 else -made
 
 
+class Numbers(nn.Module):
+    """Control flow that depends on positions which it numbers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) if (torch.arange(x.shape[1]).diff() == 1).all() else self.inner(x).exp()
+
+
+@pytest.mark.unit
+def test_what_a_model_makes_itself_is_known_in_a_rehearsal():
+    found = shoal.rehearse(
+        job(
+            model=Numbers, data=Rows([(torch.zeros(4), torch.zeros(4))] * 8),
+            loss=lambda output, targets: Loss((output - targets).sum(), len(output)),
+        ),
+        mesh="replicate=2", global_batch=4,
+    )  # fmt: skip
+    assert found.ranks[0].counted.flops == found.ranks[0].said.flops
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("call", "error", "said"),

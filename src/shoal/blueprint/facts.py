@@ -42,13 +42,26 @@ class Kept(NamedTuple):
     numel: int
 
 
+class Touch(NamedTuple):
+    """Bytes that an operation's kernels read and write of one tensor, copies in another dtype and its gradient
+    included. ``of``: the number of one of the operation's values, a parameter's name, or None: an intermediate.
+    ``forward``, ``backward``: by kernels beside products; ``product_forward``, ``product_backward``: by products'."""
+
+    of: int | str | None
+    forward: int
+    backward: int
+    product_forward: int
+    product_backward: int
+
+
 class Operation(NamedTuple):
     """One call of a torch function, as the model's code makes it: attention and norms are single operations.
 
     ``arguments`` and ``keywords``: as given, a tensor as ``Ref``. ``flops``: of the forward, a multiply-add counts two
-    (as torch.utils.flop_counter). ``moved_bytes``: read and written. ``kept_bytes``: newly kept for backward by
+    (as torch.utils.flop_counter). ``moved_bytes``: of its tensors, as given and taken. ``kept_bytes``: newly kept for backward by
     autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out;
-    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none.
+    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none. ``touches``: what its
+    kernels read and write. ``back_launches`` and the backward's bytes are 0 where none was traced.
     """
 
     name: str
@@ -64,6 +77,8 @@ class Operation(NamedTuple):
     kept_bytes: int
     kept: tuple[Kept, ...] = ()
     launches: int = 1
+    touches: tuple[Touch, ...] = ()
+    back_launches: int = 0
 
 
 class Storage(NamedTuple):
@@ -102,7 +117,8 @@ class Ref(NamedTuple):
 
 
 class Blueprint(Settings):
-    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class.
+    """A model for one micro-batch. ``inputs`` and ``outputs`` are numbers of values; ``modules``: path -> class;
+    ``lists``: paths of those that are module lists or sequences, of whatever class.
 
     ``loss``: the operations of the job's loss on the outputs and the ``targets`` (numbers of values), and
     ``timeline``: what forward, loss and backward hold in memory; both where the loss was traced too.
@@ -118,6 +134,7 @@ class Blueprint(Settings):
     loss: tuple[Operation, ...] = ()
     targets: tuple[int, ...] = ()
     timeline: Timeline | None = None
+    lists: tuple[str, ...] = ()
 
     def within(self, path: str) -> Iterator[Operation]:
         """The operations of the module ``path`` and of those below it, in order."""

@@ -1,4 +1,4 @@
-"""What other devices' kernels keep for backward, where it is not what this machine's keep. No torch.
+"""What other devices' kernels keep for backward, read and write, where it is not what this machine's do. No torch.
 
 A blueprint is traced on CPU kernels. On CUDA three functions keep something else (torch 2.13,
 tools/autograd/derivatives.yaml and the kernels it names):
@@ -10,7 +10,11 @@ tools/autograd/derivatives.yaml and the kernels it names):
 | rms_norm | its parts, one by one | input and one float32 per row |
 | dropout | a mask as wide as the values | a mask of one byte each |
 
-All else (layer and batch norm, activations, products, losses) keeps the same.
+All else (layer and batch norm, activations, products, losses) keeps the same. The same three start other kernels: each
+is one that reads its tensors and writes its result, and in backward reads what it kept and the result's gradient and
+writes theirs. Fused attention's backward is three (a sum, the products, a change of dtype), a norm's two (one for its
+weights). Attention that is not fused also writes, scales, masks and normalises the scores, and reads them: five times
+over forward, seven back.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,19 +22,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, Timeline, refs
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, Timeline, Touch, refs
+
+#: Times that scores are read or written, forward and backward, where attention is not fused.
+_SCORES = (5, 7)
 
 Sets = Callable[[Operation, Blueprint], tuple[Kept, ...]]
+#: What is read and written, and kernels of the forward and of the backward.
+Works = Callable[[Operation, Blueprint], tuple[tuple[Touch, ...], int, int]]
 
 
 def on(kernels: str, blueprint: Blueprint) -> Blueprint:
-    """The blueprint with the kept bytes of ``kernels`` (cpu, cuda-flash, cuda-math)."""
+    """The blueprint with the kept and moved bytes of ``kernels`` (cpu, cuda-flash, cuda-math)."""
     table = TABLES[kernels]
     if not table:
         return blueprint
     every = [*blueprint.operations, *blueprint.loss]
     changed = {n: table[op.name](op, blueprint) for n, op in enumerate(every) if op.name in table and op.kept}
-    return kept_otherwise(blueprint, changed)
+    return _moved_otherwise(kept_otherwise(blueprint, changed), TOUCHES[kernels])
+
+
+def _moved_otherwise(blueprint: Blueprint, table: dict[str, Works]) -> Blueprint:
+    """The blueprint with what the kernels of some functions, by name, read and write."""
+
+    def changed(op: Operation) -> Operation:
+        if op.name not in table or not op.launches:
+            return op
+        touches, launches, back_launches = table[op.name](op, blueprint)
+        if not op.back_launches:  # no backward, or none was traced
+            touches = tuple(touch._replace(backward=0, product_backward=0) for touch in touches)
+        return op._replace(touches=touches, launches=launches, back_launches=back_launches * bool(op.back_launches))
+
+    operations, loss = (tuple(map(changed, of)) for of in (blueprint.operations, blueprint.loss))
+    return blueprint.model_copy(update={"operations": operations, "loss": loss})
 
 
 def kept_otherwise(blueprint: Blueprint, changed: dict[int, tuple[Kept, ...]]) -> Blueprint:
@@ -116,4 +140,54 @@ TABLES: dict[str, dict[str, Sets]] = {
     "cpu": {},
     "cuda-flash": {"scaled_dot_product_attention": _flash, "rms_norm": _rms_norm, "dropout": _dropout},
     "cuda-math": {"scaled_dot_product_attention": _math, "rms_norm": _rms_norm, "dropout": _dropout},
+}
+
+
+def _bytes(of: int | str, blueprint: Blueprint) -> int:
+    return blueprint.values[of].bytes if isinstance(of, int) else blueprint.parameter[of].bytes
+
+
+def _attention(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ...], int, int]:
+    """Fused: queries, keys, values (cast first where they are wider), the output; a mask is read by both."""
+    given, item = operation.gives[0], _item(operation, blueprint)
+    output = blueprint.values[given].bytes
+    touches, casts = [Touch(given, 0, 0, output, 2 * output)], 0
+    for place, ref in enumerate(refs((operation.arguments, tuple(value for _, value in operation.keywords)))):
+        nbytes = _bytes(ref.of, blueprint)
+        if place > 2:
+            touches.append(Touch(ref.of, 0, 0, nbytes, nbytes))
+            continue
+        size = math.prod(_shape(operation, blueprint, place))
+        cast = nbytes + size * item if nbytes > size * item else 0
+        casts += bool(cast)
+        touches.append(Touch(ref.of, cast, cast, size * item, 2 * size * item))
+    return tuple(touches), 1 + casts, 3 + casts
+
+
+def _scores(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ...], int, int]:
+    touches, launches, _ = _attention(operation, blueprint)
+    pairs = math.prod(_shape(operation, blueprint, 0)[:-1]) * _shape(operation, blueprint, 1)[-2]
+    forward, backward = (times * pairs * _item(operation, blueprint) for times in _SCORES)
+    casts = launches - 1
+    return (*touches, Touch(None, 0, 0, forward, backward)), 5 + casts, 7 + casts
+
+
+def _norm(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ...], int, int]:
+    touches = [Touch(operation.gives[0], *[blueprint.values[operation.gives[0]].bytes] * 2, 0, 0)]
+    for ref in refs(operation.arguments):
+        nbytes = _bytes(ref.of, blueprint)
+        touches.append(Touch(ref.of, nbytes, 2 * nbytes, 0, 0))
+    return tuple(touches), 1, 2
+
+
+def _drop(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ...], int, int]:
+    given, taken = operation.gives[0], next(iter(refs(operation.arguments))).of
+    masked = blueprint.values[given].bytes + math.prod(blueprint.values[given].shape)  # a byte for each of the mask
+    nbytes = _bytes(taken, blueprint)
+    return (Touch(given, masked, masked, 0, 0), Touch(taken, nbytes, nbytes, 0, 0)), 1, 1
+
+
+TOUCHES: dict[str, dict[str, Works]] = {
+    "cuda-flash": {"scaled_dot_product_attention": _attention, "rms_norm": _norm, "dropout": _drop},
+    "cuda-math": {"scaled_dot_product_attention": _scores, "rms_norm": _norm, "dropout": _drop},
 }

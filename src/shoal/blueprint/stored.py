@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Value
+from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Touch, Value
 from shoal.core.errors import ConfigError
 from shoal.core.settings import Settings
-from shoal.core.toml import read_text
+from shoal.core.toml import read_text, write_text
 
 #: Counted up when the file's form changes.
-FORMAT = 2
+FORMAT = 3
 
 
 class Sketch(Settings):
@@ -36,12 +36,11 @@ class Sketch(Settings):
         return sum(_numel(p.shape) for p in self.blueprint.parameters if not p.buffer)
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON, over what was there; folders on the way are made."""
+        """Write it as JSON, over what was there; folders on the way are made. Raises ConfigError."""
         values = {name: getattr(self, name) for name in type(self).model_fields if name != "blueprint"}
         blueprint = {name: _out(getattr(self.blueprint, name)) for name in Blueprint.model_fields}
         values |= {"format": FORMAT, "blueprint": blueprint}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(values, separators=(",", ":")))
+        write_text(path, json.dumps(values, separators=(",", ":")), folders=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -84,7 +83,8 @@ def _blueprint(values: dict[str, Any]) -> Blueprint:
 
 def _operation(values: tuple[Any, ...]) -> Operation:
     made = Operation(*values)
-    return made._replace(kept=tuple(Kept(*each) for each in made.kept))
+    kept, touches = (tuple(Kept(*each) for each in made.kept), tuple(Touch(*each) for each in made.touches))
+    return made._replace(kept=kept, touches=touches)
 
 
 def _out(value: Any) -> Any:

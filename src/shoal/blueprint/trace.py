@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
+from shoal.blueprint.known import Known
 from shoal.blueprint.ledger import Entry, Ledger
 from shoal.blueprint.structures import mapped, tensors, unchanged_attributes, with_tensors
 from shoal.core.errors import ModelError
@@ -69,6 +70,7 @@ def trace(
             unchanged_attributes(model),
             torch.autograd.graph.saved_tensors_hooks(watcher.kept, lambda tensor: tensor),
             fakes,
+            Known(fakes),
             watcher.ledger,
         ):
             loss = next((t for t in tensors(forward()) if t.requires_grad), None)
@@ -81,11 +83,13 @@ def trace(
         for hook in hooks:
             hook.remove()
     end = watcher.model_ends
+    operations = watcher.with_kernels()
     return Blueprint(
-        values=tuple(watcher.values), operations=tuple(watcher.operations[:end]), parameters=tuple(_parameters(model)),
+        values=tuple(watcher.values), operations=operations[:end], parameters=tuple(_parameters(model)),
         inputs=inputs, outputs=tuple(outputs), samples=samples,
         modules={path: type(module).__name__ for path, module in model.named_modules()},
-        loss=tuple(watcher.operations[end:]), targets=tuple(watcher.values_of(targets)),
+        lists=tuple(p for p, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)),
+        loss=operations[end:], targets=tuple(watcher.values_of(targets)),
         timeline=watcher.ledger.timeline() if loss is not None else None,
     )  # fmt: skip
 
@@ -149,6 +153,14 @@ class _Watcher(TorchFunctionMode):
         """The numbers of the values in what a function took or gave."""
         return [self.numbers[id(tensor)] for tensor in tensors(found) if id(tensor) in self.numbers]
 
+    def with_kernels(self) -> tuple[Operation, ...]:
+        """The operations with what their kernels did, forward and backward."""
+        ledger = self.ledger
+        return tuple(
+            operation._replace(touches=ledger.touches(number), back_launches=ledger.back_launches[number])
+            for number, operation in enumerate(self.operations)
+        )
+
     def end_model(self) -> None:
         """The model's forward is over."""
         self.model_ends = len(self.operations)
@@ -184,8 +196,9 @@ class _Watcher(TorchFunctionMode):
         for tensor in taken:
             if id(tensor) not in self.numbers and id(tensor) not in self.names:
                 self.number(tensor, False)  # made outside torch's functions: a constant
-        reads = tuple(self.numbers[id(t)] for t in taken if id(t) in self.numbers)
-        parameters = tuple(self.names[id(t)] for t in taken if id(t) in self.names)
+        numbered = [(self.numbers[id(t)] if id(t) in self.numbers else self.names[id(t)], t) for t in taken]
+        reads = tuple(of for of, _ in numbered if isinstance(of, int))
+        parameters = tuple(of for of, _ in numbered if isinstance(of, str))
         arguments, keywords = self.plain(tuple(args)), tuple((key, self.plain(v)) for key, v in kwargs.items())
         of_model = any(isinstance(t, nn.Parameter) for t in taken) or any(self.values[n].of_model for n in reads)
         gives = tuple(self.number(tensor, of_model) for tensor in given)
@@ -193,7 +206,7 @@ class _Watcher(TorchFunctionMode):
         if name == "scaled_dot_product_attention" and flops == self.counted_flops:
             self.counted_flops -= _attention_flops(*(t.shape for t in taken[:3]))  # a kernel that the counter lacks
         moved = sum(t.numel() * t.element_size() for t in (*taken, *given))
-        self.ledger.operation_ended(list(zip(gives, given, strict=True)))
+        self.ledger.operation_ended(numbered, list(zip(gives, given, strict=True)))
         kept = tuple(Kept(entry.of, entry.bytes, entry.numel) for entry in self.newly_kept)
         self.operations.append(Operation(
             name, self.stack[-1], reads, parameters, gives, arguments, keywords, in_place,

@@ -1,11 +1,12 @@
 """What commands that run a job have in common: the job's file, its fields, and flags for settings of the run."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
+from shoal.core.fields import Text
 from shoal.engine.settings import RunSettings
 
 File = Annotated[str, typer.Argument(help="Python file with a Job", metavar="FILE")]
@@ -19,6 +20,12 @@ def with_flags(command: Callable[..., None], defaults: dict[str, str]) -> None:
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     command.__signature__ = signature.replace(parameters=own + flags)  # type: ignore[attr-defined]
     command.__annotations__.update({p.name: p.annotation for p in flags})
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given, as typed: their settings say how they are read."""
+    found = {name: value for name, value in flags.items() if value not in (None, [])}
+    return {name: Text(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _flags_of(defaults: dict[str, str]) -> list[inspect.Parameter]:

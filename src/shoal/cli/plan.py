@@ -1,6 +1,7 @@
 """``shoal plan FILE [field=value ...]``: the best plans for a job on a cluster, and why."""
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -48,10 +49,11 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
 ) -> None:
     """Run the command. Exit status: 0 where a plan fits, else 1."""
-    from shoal.launch.planning import Extras, more, plan
+    from shoal.launch.planning import Extras, checked, more, plan
 
     extras = Extras(compare, scale, scale_plot, price, timeline, trials)
     with told():
+        checked(extras, file)
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
             global_batch=global_batch, precision=precision, top=top,
@@ -59,10 +61,12 @@ def command(
         if save_blueprint is not None:
             planned.sketch.write(save_blueprint)
         print("\n".join(planned.lines()), flush=True)
-        for line in more(planned, extras, file, overrides or []):
-            print(line, flush=True)
-        if out is not None:
+        answers = more(planned, extras, file, overrides or [])
+        print(*answers.lines, sep="\n", end="\n" * bool(answers.lines), flush=True)
+        if out is not None and planned.best:
             planned.plan.write(out)
+        elif out is not None:
+            print(f"error: no plan fits; {out} was not written", file=sys.stderr)
     if as_json:
-        print(json.dumps(planned.as_json()), flush=True)
+        print(json.dumps({**planned.as_json(), **answers.values}), flush=True)
     raise SystemExit(0 if planned.best else 1)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.flags import File, Json, Overrides, with_flags
+from shoal.cli.flags import File, Json, Overrides, given, with_flags
 from shoal.cli.loading import loading, told
 
 HELP = "Run a step of the Job in FILE as one rank of any world, here: peak memory, collectives, FLOPs, and predictions."
@@ -35,9 +35,8 @@ def command(
     with loading():
         from shoal.verify.rehearsal import rehearse
 
-    given = {name: value for name, value in flags.items() if value is not None}
     with told():
-        found = rehearse(file, fields=overrides or [], rank=rank, ranks=ranks, cluster=cluster, **given)
+        found = rehearse(file, fields=overrides or [], rank=rank, ranks=ranks, cluster=cluster, **given(flags))
     found.print()
     if as_json:
         print(json.dumps(found.as_json()), flush=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.flags import File, Json, Overrides, with_flags
+from shoal.cli.flags import File, Json, Overrides, given, with_flags
 from shoal.cli.loading import loading, told
 from shoal.engine.settings import RunSettings
 
@@ -29,9 +29,8 @@ def command(
     with loading():
         from shoal.launch.train import Launch, run_file
 
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
     with told():
-        status, summary = run_file(file, overrides or [], given, Launch(workers, restarts, port, quiet=as_json))
+        status, summary = run_file(file, overrides or [], given(flags), Launch(workers, restarts, port, quiet=as_json))
     if as_json and summary is not None:
         print(json.dumps(summary), flush=True)
     raise SystemExit(status)

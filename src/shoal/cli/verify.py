@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.flags import File, Json, Overrides, with_flags
+from shoal.cli.flags import File, Json, Overrides, given, with_flags
 from shoal.cli.loading import loading, told
 
 HELP = "Train the Job in FILE on one device and under a layout, and compare every loss, gradient and weight."
@@ -35,9 +35,8 @@ def command(
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    given = {name: value for name, value in flags.items() if value is not None}
     with told():
-        report = verify_file(file, overrides or [], world, given, tell)
+        report = verify_file(file, overrides or [], world, given(flags), tell)
     report.print()
     if as_json:
         print(json.dumps(report.as_json()), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.cluster import machine, operations
-from shoal.cluster.facts import Collective, Fit, Function, Link, Product
+from shoal.cluster.facts import ATTENTION_BACKWARD, Attention, Collective, Fit, Function, Link, Product
 from shoal.cluster.fit import line
 from shoal.cluster.grid import Grid
 from shoal.core.errors import ConfigError
@@ -24,10 +25,13 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes that AdamW reads and writes per float32 parameter: weight, two moments both ways; the gradient one way.
 ADAMW_BYTES = 28
-#: Parts of the budget: products, element-wise operations by size, functions, each of eight small ones, all links.
-PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.46
+#: Parts of the budget: products, element-wise operations by size, functions, each of nine small ones, all links.
+PRODUCTS, STREAMS, FUNCTIONS, SMALL, LINKS = 0.2, 0.05, 0.05, 0.03, 0.43
 _SAMPLES = 5
 _LAP_S = 2e-4  # a lap of many calls is at least so long, if the budget allows
+_WORK = 256  # rows and columns of the product before a collective
+_CROWDS = 3  # times that a crowd is tried
+_LEAST_S = 1e-6  # of a collective
 
 # The names since torch 2.13 and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,15 +43,51 @@ Tell = Callable[[float, str], None]
 class Bench:
     """Times calls on this rank's device while the other ranks do the same. Every method is collective."""
 
-    def __init__(self, place: torch.device, grid: Grid, tell: Tell) -> None:
+    def __init__(self, place: torch.device, grid: Grid, tell: Tell, number: int = 0, ranks: int = 1) -> None:
+        """This is rank ``number`` of ``ranks`` that share the machine's cores."""
         self.place, self.grid, self._tell = place, grid, tell
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self._done = 0.0
+        self._done, self._turns, self._crowding = 0.0, 1, 1.0
         if place.type == "cpu":
             keep_freed()  # as a run does
-        self.crowded = False  # more ranks than cores: a short lap has a core to itself, only the mean tells
+            self._turns = math.ceil(ranks / len(os.sched_getaffinity(0)))
+        self._turn = number % self._turns
+        self._square = torch.randn(_WORK, _WORK, device=place)
 
     # -- time
+
+    def crowd(self, budget_s: float) -> None:
+        """See what it costs that ranks take turns on cores: how much later all end long work that they begin together
+        than as many as there are cores."""
+        if self._turns == 1:
+            return
+        call = self._largest_product()
+        once = self._ended(call, 1)
+        count = max(1, int(budget_s / (2 * _CROWDS * once)))
+        tried = []
+        for _ in range(_CROWDS):
+            apart = sum(self._ended(call if self._turn == turn else None, count) for turn in range(self._turns))
+            tried.append(self._ended(call, count) / (apart / self._turns))
+        self._crowding = median(tried)
+
+    def _largest_product(self) -> Callable[[], object]:
+        return operations.product(self.place, DTYPES[self.grid.main_precision], self.grid.products[-1])
+
+    def _ended(self, call: Callable[[], object] | None, count: int) -> float:
+        """Seconds until the last rank has called so often."""
+        self.largest(0.0)  # all begin together
+        return self.largest(count * self._lap(call, count) if call else 0.0)
+
+    def computing(self, call: Callable[[], object], budget_s: float) -> float:
+        """Of one call, while every rank computes; their mean.
+
+        Of ranks that share a core a short lap has it to itself or not at all. So they go by turns, as many at once as
+        there are cores, and what all at once cost is seen apart (``crowd``).
+        """
+        found = [
+            self.seconds(call if turn == self._turn else None, budget_s / self._turns) for turn in range(self._turns)
+        ]
+        return self.mean(sum(found)) * self._crowding
 
     def seconds(self, call: Callable[[], object] | None, budget_s: float) -> float:
         """Of one call, on this rank: laps' median, as a step meets it.
@@ -61,7 +101,7 @@ class Bench:
         once = self.largest(self._lap(act, count))
         samples = max(1, min(4 * _SAMPLES, int(budget_s / (once * count))))
         laps = [self._lap(act, count) for _ in range(samples)]
-        return (sum(laps) / samples if self.crowded else median(laps)) if call else 0.0
+        return (median(laps) if self._turns == 1 else sum(laps) / samples) if call else 0.0
 
     def _lap(self, call: Callable[[], object], count: int) -> float:
         if self.place.type == "cuda":
@@ -105,10 +145,10 @@ class Bench:
     # -- one device
 
     def product(self, precision: str, shape: tuple[int, int, int], budget_s: float) -> Product:
-        """A third of a linear layer's forward and backward, as torch calls it: x (m, k), w (n, k)."""
+        """A third of a linear layer's products, forward and backward, as torch calls them: x (m, k), w (n, k)."""
         m, k, n = shape
         call = operations.product(self.place, DTYPES[precision], shape)
-        return Product(precision=precision, m=m, k=k, n=n, seconds=self.mean(self.seconds(call, budget_s)) / 3)
+        return Product(precision=precision, m=m, k=k, n=n, seconds=self.computing(call, budget_s) / 3)
 
     def products(self) -> tuple[Product, ...]:
         """Every shape in the main precision, and the corners in the others."""
@@ -123,7 +163,7 @@ class Bench:
 
     def stream(self, nbytes: int, budget_s: float, fresh: bool) -> float:
         """Seconds of a product of two vectors that moves ``nbytes``; ``fresh``: as in training."""
-        return self.mean(self.seconds(operations.stream(self.place, nbytes, fresh), budget_s))
+        return self.computing(operations.stream(self.place, nbytes, fresh), budget_s)
 
     def functions(self) -> tuple[Function, ...]:
         """Every element-wise function, forward and backward."""
@@ -131,42 +171,44 @@ class Bench:
         for name in operations.FUNCTIONS:
             budget_s = self.next(FUNCTIONS / len(operations.FUNCTIONS), name)
             forward, both, nbytes = operations.function(self.place, name, self.grid.function)
-            forward_s = self.mean(self.seconds(forward, budget_s / 2))
-            backward_s = max(0.0, self.mean(self.seconds(both, budget_s / 2)) - forward_s)
+            forward_s = self.computing(forward, budget_s / 2)
+            backward_s = max(0.0, self.computing(both, budget_s / 2) - forward_s)
             found.append(Function(name=name, bytes=nbytes, forward_s=forward_s, backward_s=backward_s))
         return tuple(found)
 
     def launch(self, budget_s: float) -> float:
         """Seconds per kernel of a chain of blocks on a few numbers, forward and backward."""
         call, kernels = operations.chain(self.place)
-        return self.mean(self.seconds(call, budget_s)) / (2 * kernels)
+        return self.computing(call, budget_s) / kernels
 
     def sharing(self, budget_s: float) -> float:
         """How many times faster a rank's products are while the others of the world wait, at least 1."""
-        call = operations.product(self.place, DTYPES[self.grid.main_precision], self.grid.products[-1])
-        together = self.mean(self.seconds(call, budget_s / 2))
+        call = self._largest_product()
+        together = self.computing(call, budget_s / 2)
         alone = self.largest(self.seconds(None if self.rank else call, budget_s / 2))
         return max(1.0, together / alone)
 
-    def attentions(self, precision: str) -> tuple[Product, ...]:
-        """Causal attention by shape: m queries of all heads, k wide, n keys; a third of forward and backward, whose
-        FLOPs are 4 m k n forward, counted in full, and twice that back."""
-        found, shapes = [], self.grid.attentions
-        for b, h, t, d in shapes:
-            budget_s = self.next(SMALL / len(shapes), f"attention, {t} positions of width {d}")
-            call = operations.attention(self.place, DTYPES[precision], (b, h, t, d))
-            seconds = self.mean(self.seconds(call, budget_s)) / 3 / 2
-            found.append(Product(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds))
+    def attentions(self, precision: str) -> tuple[Attention, ...]:
+        """Attention by shape, causal and not: m queries of all heads, k wide, n keys. Its FLOPs are 4 m k n forward,
+        counted in full, and ATTENTION_BACKWARD times that back."""
+        found = []
+        cells = [(causal, shape) for causal in (True, False) for shape in self.grid.attentions]
+        forwards = 1 + ATTENTION_BACKWARD["cuda-flash" if self.place.type == "cuda" else "cpu"]
+        for causal, (b, h, t, d) in cells:
+            budget_s = self.next(SMALL / len(cells), f"attention, {t} positions of width {d}")
+            call = operations.attention(self.place, DTYPES[precision], (b, h, t, d), causal)
+            seconds = self.computing(call, budget_s) / forwards / 2
+            found.append(Attention(precision=precision, m=b * h * t, k=d, n=t, seconds=seconds, causal=causal))
         return tuple(found)
 
     def optimizer(self, budget_s: float) -> float:
         """Bytes per second of a fused AdamW step on 16 tensors."""
         step, numel = operations.optimizer(self.place, self.grid.optimizer_numel)
-        return numel * ADAMW_BYTES / self.mean(self.seconds(step, budget_s))
+        return numel * ADAMW_BYTES / self.computing(step, budget_s)
 
     def host(self, nbytes: int, budget_s: float) -> float:
         """Bytes per second from the device to the host's memory."""
-        return nbytes / self.mean(self.seconds(operations.to_host(self.place, nbytes), budget_s))
+        return nbytes / self.computing(operations.to_host(self.place, nbytes), budget_s)
 
     # -- links
 
@@ -181,6 +223,7 @@ class Bench:
         if stride > 1:
             plans.append((self.world, [list(range(self.world))]))
         cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans) + (stride > 1)
+        self._all_work_s = self.computing(self._work, part / cells * self.grid.budget_s)
         fits = []
         for count, ranks in plans:
             group, mine = _joined(ranks, self.rank)
@@ -198,10 +241,11 @@ class Bench:
     def collective(self, kind: Collective, count: int, group: Any, mine: list[int], budget_s: float) -> Fit:
         """One collective over the sizes that the budget allows, fitted."""
         grid = self.grid
+        work_s = self._work_before(self._takes_part(kind, mine), 0.02 * budget_s)
 
         def timed(nbytes: int, budget_s: float) -> float:
             ways = 2 if kind == "p2p" else 1
-            return self.largest(self.seconds(self._call(kind, group, mine, nbytes), budget_s)) / ways
+            return self.largest(self._met(self._call(kind, group, mine, nbytes), work_s, budget_s)) / ways
 
         probe = min(256 * 2**10, grid.largest_bytes)
         rate = probe / timed(probe, 0.02 * budget_s)
@@ -215,9 +259,34 @@ class Bench:
         latency, rate = line(points)
         return Fit(collective=kind, ranks=count, latency_s=latency, bytes_per_s=rate, points=tuple(points))
 
+    def _work(self) -> object:
+        """What a processor computes before a collective, as in a step: the threads that move data fall asleep."""
+        return self._square @ self._square
+
+    def _work_before(self, mine: bool, budget_s: float) -> float:
+        """Seconds of it, among those ranks that take part."""
+        if self.place.type == "cuda":
+            return 0.0  # a GPU's streams need none
+        alone_s = self.seconds(self._work if mine else None, budget_s)
+        return self._all_work_s if self.smallest(float(mine)) else alone_s
+
+    def _met(self, call: Callable[[], object] | None, work_s: float, budget_s: float) -> float:
+        """Of a collective as a step meets it, after work of ``work_s``."""
+        if not work_s or call is None:
+            return self.seconds(call, budget_s)
+
+        def both() -> None:
+            self._work()
+            call()
+
+        return max(_LEAST_S, self.seconds(both, budget_s) - work_s)
+
+    def _takes_part(self, kind: str, mine: list[int]) -> bool:
+        return bool(mine) and (kind != "p2p" or self.rank in (mine[0], mine[-1]))
+
     def _call(self, kind: str, group: Any, mine: list[int], nbytes: int) -> Callable[[], object] | None:
         """The collective on a buffer of ``nbytes``, whole, as every rank sees it; None where this rank has no part."""
-        if not mine or (kind == "p2p" and self.rank not in (mine[0], mine[-1])):
+        if not self._takes_part(kind, mine):
             return None
         whole = torch.zeros(nbytes // 4, device=self.place)
         part = torch.zeros(nbytes // 4 // len(mine), device=self.place)

@@ -17,6 +17,9 @@ from shoal.core.settings import Settings
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 #: Whose kernels run: they decide what autograd keeps for backward.
 Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
+#: Attention's backward over its forward: four products for two, and fused kernels work the scores out again. Measured
+#: on a processor, whose fused backward takes 2.1 forwards.
+ATTENTION_BACKWARD: dict[str, float] = {"cpu": 2.0, "cuda-flash": 2.5, "cuda-math": 2.0}
 
 
 class Product(Settings):
@@ -32,6 +35,13 @@ class Product(Settings):
     def flops_per_s(self) -> float:
         """2 m k n over its time."""
         return 2 * self.m * self.k * self.n / self.seconds
+
+
+class Attention(Product):
+    """Measured attention: m queries of all heads, k wide, over n keys. ``seconds``: of half its forward, so that a
+    product's FLOPs stand for it, counted in full."""
+
+    causal: bool = Field(default=True, description="positions look back alone")
 
 
 class Stream(Settings):
@@ -60,6 +70,11 @@ class Device(Settings):
     flops_per_s: dict[str, float] = Field(description="dense matrix peak by precision: fp64, fp32, bf16, fp16, fp8")
     matmul_share: float = Field(gt=0, le=1, description="share of the peak that a large matrix product reaches")
     matmul_half: float = Field(default=0, ge=0, description="length of a dimension that halves a product's share")
+    matmul_wave: float = Field(
+        default=0,
+        ge=0,
+        description="numbers of a product that all multiprocessors make at once, a tile each; 0: unknown",
+    )
     attention_share: float = Field(gt=0, le=1, description="share of the peak that fused attention reaches")
     memory_bytes_per_s: float = Field(gt=0, description="memory bandwidth")
     memory_share: float = Field(gt=0, le=1, description="share of it that element-wise kernels reach")
@@ -75,9 +90,7 @@ class Device(Settings):
         default=None, gt=0, description="bytes that a fused AdamW reads and writes; None: as element-wise kernels"
     )
     products: tuple[Product, ...] = Field(default=(), description="measured matrix products, by shape and precision")
-    attentions: tuple[Product, ...] = Field(
-        default=(), description="measured attention: m queries of all heads, k wide, n keys; half its seconds"
-    )
+    attentions: tuple[Attention, ...] = Field(default=(), description="measured attention, causal and not")
     streams: tuple[Stream, ...] = Field(default=(), description="measured element-wise operations, by size")
     functions: tuple[Function, ...] = Field(default=(), description="measured element-wise functions, by name")
 
@@ -193,12 +206,7 @@ class Cluster(Settings):
 
     def write(self, path: str | Path) -> None:
         """Save it as TOML. Raises ConfigError."""
-        try:
-            Path(path).write_bytes(self.to_toml().encode())
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
-            ) from None
+        toml.write_text(path, self.to_toml())
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

@@ -7,7 +7,6 @@ A collective is measured in all groups of its size at once, as a training step r
 
 from __future__ import annotations
 
-import os
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
     part done, 0 to 1, and what is next, on every rank. Raises ConfigError: uneven machines, a folder that takes no
     file.
     """
-    bench = Bench(place, grid, tell)
     per_node, nodes = _machines(local_rank)
-    bench.crowded = place.type == "cpu" and per_node > len(os.sched_getaffinity(0))
+    bench = Bench(place, grid, tell, local_rank, per_node)
     reserved = machine.resident_bytes()
     device = _device(bench)
     part = LINKS / max(1, (per_node > 1) + (nodes > 1))
@@ -67,6 +65,7 @@ def measure(place: torch.device, local_rank: int, grid: Grid, folder: str | Path
 def _device(bench: Bench) -> dict[str, Any]:
     """All of a device but its memory and what a collective beside it costs."""
     grid, place = bench.grid, bench.place
+    bench.crowd(bench.next(SMALL, "turns on a core"))
     launch = bench.launch(bench.next(SMALL, "launches"))
     streams = []
     for nbytes in grid.stream_bytes:
@@ -88,7 +87,7 @@ def _device(bench: Bench) -> dict[str, Any]:
         "flops_per_s": peaks,
         "matmul_share": min(1.0, rates[main] / peaks[main]),
         "matmul_half": half,
-        "attention_share": min(1.0, max(one.flops_per_s for one in attentions) / peaks[main]),
+        "attention_share": min(1.0, max(one.flops_per_s for one in attentions if not one.causal) / peaks[main]),
         "memory_bytes_per_s": bandwidth,
         "memory_share": min(1.0, whole / streams[-1].seconds / bandwidth),
         "launch_s": launch,

@@ -12,6 +12,7 @@ from shoal.cluster.facts import Cluster, Link
 from shoal.cluster.fit import reach
 from shoal.cluster.page import page, quantity
 from shoal.core.errors import ConfigError
+from shoal.core.toml import write_text
 
 WIDTH, HEIGHT = 520, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 130, 34, 46
@@ -53,12 +54,7 @@ def save(picture: str, path: str | Path, name: str, words: str) -> None:
     if Path(path).suffix.lower() == ".html":
         title, text = html.escape(name), html.escape(words)
         made = f'<!DOCTYPE html><meta charset="utf-8"><title>{title}</title>\n<pre>{text}</pre>\n{picture}\n'
-    try:
-        Path(path).write_text(made, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
-        ) from None
+    write_text(path, made)
 
 
 def svg(cluster: Cluster) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -146,6 +146,9 @@ class _Reader:
             kinds = [type(default)] if default is not None else [str]
         if type(None) in kinds and plain.lower() in ("none", "null"):
             return None
+        for choice in (each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)):
+            if str(choice) == plain:
+                return choice
         scalars = [kind for kind in kinds if kind in (bool, int, float)]
         parted = any(_is_record(kind) or _is_container(kind) for kind in kinds)
         if parted and plain.lstrip()[:1] in ("{", "["):

@@ -36,6 +36,18 @@ def read_text(path: str | Path, what: str) -> str:
         ) from None
 
 
+def write_text(path: str | Path, text: str, folders: bool = False) -> None:
+    """Write a UTF-8 file over what was there; ``folders``: those on the way are made. Raises ConfigError."""
+    try:
+        if folders:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
+        ) from None
+
+
 def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
     """The lines of a table: its own values, then the tables in it under their headers."""
     given = {name: value for name, value in values.items() if value is not None}

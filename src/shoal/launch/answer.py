@@ -24,12 +24,14 @@ _ROOMY = 1000
 #: Of models with more operations tensor parallelism is looked at with sequence parallelism alone, where that works: it
 #: holds less, sends as much, and each way takes seconds to work out.
 MANY = 2000
+#: How many times the devices are tried where nothing fits, and how many numbers between the last two.
+DOUBLED, BETWEEN = (2, 4, 8, 16, 32, 64), 8
 
 
 @dataclass
 class Planned:
     """The answer. ``best``: fastest first, each of another mesh; empty where nothing fits, and ``changes`` say what
-    would. ``plan``: the best one as a run takes it."""
+    would. ``plan``: the best one as a run takes it. ``whole``: the cluster that ``cluster`` is some devices of."""
 
     sketch: Sketch
     cluster: Cluster
@@ -41,6 +43,7 @@ class Planned:
     free: Found | None = None
     tried: tuple[Tried, ...] = ()
     changes: tuple[str, ...] = ()
+    whole: Cluster | None = None
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,22 +136,29 @@ class Planned:
 
 
 def answer(
-    sketch: Sketch, cluster: Cluster, global_batch: int | None = None, top: int = 5, micro_batch: int | None = None
+    sketch: Sketch,
+    cluster: Cluster,
+    global_batch: int | None = None,
+    top: int = 5,
+    micro_batch: int | None = None,
+    whole: Cluster | None = None,
 ) -> Planned:
-    """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one."""
+    """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one.
+    ``whole``: the cluster that it is some devices of, whose nodes more devices would have."""
     question = question_of(sketch, cluster, global_batch)
     profiles = profiles_of(sketch, cluster)
     search = Search(profiles, cluster, question)
     result = search.run(top, within=None if micro_batch is None else lambda core: core.micro_batch == micro_batch)
     if not result.best:
         return Planned(
-            sketch, cluster, question, search, (), result.asked, result.priced, changes=_changes(sketch, search)
-        )
+            sketch, cluster, question, search, (), result.asked, result.priced, whole=whole,
+            changes=_changes(sketch, search, whole or cluster),
+        )  # fmt: skip
     faster_s = result.best[0].cost.step_s * (1 - explain.EQUAL)
     free = search.with_memory(_ROOMY).run(1, below_s=faster_s)
     return Planned(
         sketch, cluster, question, search, result.best, result.asked, result.priced,
-        next(iter(free.best), None), _obvious(search, result.best[0]),
+        next(iter(free.best), None), _obvious(search, result.best[0]), whole=whole,
     )  # fmt: skip
 
 
@@ -201,9 +211,9 @@ def _obvious(search: Search, best: Found) -> tuple[Tried, ...]:
     return tuple(tried)
 
 
-def _changes(sketch: Sketch, search: Search) -> tuple[str, ...]:
+def _changes(sketch: Sketch, search: Search, whole: Cluster) -> tuple[str, ...]:
     """Nothing fits: what needs least, and the smallest change that would."""
-    cluster, question = search.cluster, search.question
+    question = search.question
     least = search.least()
     if least is None:
         return (_undivided(search),)
@@ -214,8 +224,8 @@ def _changes(sketch: Sketch, search: Search) -> tuple[str, ...]:
         f"({explain.layout(candidate)}), {explain.gib(value)} of it {name}; "
         f"{explain.gib(search.usable_bytes)} are usable."
     ]
-    ways = [f"devices of {explain.gib(memory.total_bytes / USABLE)}"]
-    more = _more_devices(sketch, cluster, question)
+    ways = [f"devices of {explain.gib(memory.total_bytes / USABLE, room=True)}"]
+    more = _more_devices(sketch, whole, question)
     if more is not None:
         ways.insert(0, more)
     told.append(f"The smallest change that fits: {'; or '.join(ways)}.")
@@ -223,19 +233,36 @@ def _changes(sketch: Sketch, search: Search) -> tuple[str, ...]:
 
 
 def _more_devices(sketch: Sketch, cluster: Cluster, question: Question) -> str | None:
-    """The fewest more devices on which something fits, doubling."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        world = question.world * factor
-        try:
-            larger = cluster.resized(world) if cluster.between else None
-        except ConfigError:
-            continue
-        if larger is None:
-            return None
-        found = Search(profiles_of(sketch, larger), larger, question._replace(world=world)).run(1)
-        if found.best:
-            return f"{world:,} devices instead of {question.world:,} ({explain.layout(found.best[0].candidate)})"
-    return None
+    """The fewest more devices on which something fits: doubling first, then what lies between."""
+    known: dict[int, Found | None] = {}
+
+    def found(world: int) -> Found | None:
+        if world not in known:
+            larger = cluster.resized(world)
+            search = Search(profiles_of(sketch, larger), larger, question._replace(world=world))
+            known[world] = next(iter(search.run(1).best), None)
+        return known[world]
+
+    def between(low: int, high: int) -> list[int]:
+        step = max(1, (high - low) // BETWEEN)
+        return [world for world in range(low + step, high, step) if _possible(cluster, world)]
+
+    doubled = [world for factor in DOUBLED if _possible(cluster, world := question.world * factor)]
+    enough = next((world for world in doubled if found(world)), None)
+    if enough is None:
+        return None
+    world = next(world for world in [*between(enough // 2, enough), enough] if found(world))
+    best = found(world)
+    assert best is not None
+    return f"{world:,} devices instead of {question.world:,} ({explain.layout(best.candidate)})"
+
+
+def _possible(cluster: Cluster, world: int) -> bool:
+    """Whether the cluster can have so many devices."""
+    try:
+        return cluster.resized(world).world == world
+    except ConfigError:
+        return False
 
 
 def _undivided(search: Search) -> str:

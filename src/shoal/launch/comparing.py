@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.blueprint.stored import Sketch
 from shoal.cluster.facts import Cluster
@@ -95,22 +95,42 @@ def scaled(sketch: Sketch, cluster: Cluster, worlds: Sequence[int], global_batch
     return points
 
 
-def cost_lines(planned: Planned, price_per_hour: float) -> list[str]:
-    """What the best plan costs, in the unit that ``price_per_hour`` of a device is in."""
+def cost_values(planned: Planned, price_per_hour: float) -> dict[str, Any]:
+    """What the best plan costs, in the unit that ``price_per_hour`` of a device is in; of an epoch None where the data
+    does not tell its length."""
     best = planned.best[0]
     per_s = price_per_hour * planned.question.world / 3600
     rate = explain.rates(best.candidate, best.cost.step_s, planned.work)
-    unit, size, speed = (
-        ("billion tokens", 1e9, rate.tokens_per_s)
-        if planned.work.tokens > 1
-        else ("million samples", 1e6, rate.samples_per_s)
-    )
-    told = [f"At {price_per_hour:g} per device-hour: {size / speed * per_s:,.2f} per {unit}"]
     samples = planned.sketch.dataset_samples
-    if samples is not None:
-        hours = samples / rate.samples_per_s / 3600
-        told.append(f"  {hours * 3600 * per_s:,.4g} per epoch of {samples:,} samples ({hours:.3g} hours)")
+    epoch_s = None if samples is None else samples / rate.samples_per_s
+    return {
+        "per_device_hour": price_per_hour,
+        "per_billion_tokens": 1e9 / rate.tokens_per_s * per_s if planned.work.tokens > 1 else None,
+        "per_million_samples": 1e6 / rate.samples_per_s * per_s,
+        "epoch_samples": samples,
+        "epoch_s": epoch_s,
+        "per_epoch": epoch_s and epoch_s * per_s,
+    }
+
+
+def cost_lines(planned: Planned, price_per_hour: float) -> list[str]:
+    """``cost_values`` in sentences."""
+    values = cost_values(planned, price_per_hour)
+    cost, unit = (
+        (values["per_million_samples"], "million samples")
+        if values["per_billion_tokens"] is None
+        else (values["per_billion_tokens"], "billion tokens")
+    )
+    told = [f"At {price_per_hour:g} per device-hour: {_money(cost)} per {unit}"]
+    if values["per_epoch"] is not None:
+        hours = values["epoch_s"] / 3600
+        samples = values["epoch_samples"]
+        told.append(f"  {_money(values['per_epoch'])} per epoch of {samples:,} samples ({hours:.3g} hours)")
     return told
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
 class Trial(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +12,9 @@ from shoal.blueprint.stored import Sketch
 from shoal.cluster import picture, presets
 from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError
+from shoal.core.toml import write_text
 from shoal.launch.answer import Planned, answer
-from shoal.launch.comparing import compared, cost_lines, scaled, trial_lines, tried
+from shoal.launch.comparing import compared, cost_lines, cost_values, priced, scaled, trial_lines, tried
 from shoal.plan import scale, timeline
 from shoal.plan.explain import layout
 from shoal.plan.plan import Plan
@@ -49,6 +51,9 @@ def plan(
     """
     if (job is None) == (blueprint is None):
         raise ConfigError("plan() takes a job or a blueprint's file; give one of them")
+    for name, value in (("global_batch", global_batch), ("top", top), ("world", world)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} = {value}; give 1 or more")
     sketch = Sketch.read(blueprint) if blueprint else import_module("shoal.launch.sketch").sketch_of(
         job, fields or {}, precision
     )  # fmt: skip
@@ -57,7 +62,8 @@ def plan(
             f"--precision {precision}, and {blueprint} was traced in {sketch.precision}; plan the job's own file, or "
             f"save its blueprint with --precision {precision}"
         )
-    return answer(sketch, find_cluster(cluster, world), global_batch, top)
+    whole = find_cluster(cluster, None if cluster is not None else world)
+    return answer(sketch, whole if world is None else whole.resized(world), global_batch, top, whole=whole)
 
 
 def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
@@ -71,49 +77,74 @@ def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
     return kept.cluster if kept is not None else measuring.measure(workers=world, quiet=False)
 
 
-def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> list[str]:
-    """What else was asked, in lines. Raises ConfigError."""
-    told: list[str] = []
-    if extras.price is not None and planned.best:
-        told += ["", *cost_lines(planned, extras.price)]
-    if extras.compare is not None:
-        told += ["", *compared(planned, *extras.compare)]
+def checked(extras: Extras, file: str | None) -> None:
+    """Before anything is planned. Raises ConfigError for what cannot be asked, whatever the plan."""
+    if extras.price is not None and not (math.isfinite(extras.price) and extras.price > 0):
+        raise ConfigError(f"--price {extras.price:g} is no price of a device-hour; give a number above 0")
     if extras.scale is not None:
-        told += ["", *_scale(planned, extras.scale, extras.scale_plot)]
-    elif extras.scale_plot is not None:
-        raise ConfigError(f"--scale-plot {extras.scale_plot} without --scale; add for example --scale 8,64,512")
+        _worlds(extras.scale)
+    if extras.scale_plot is not None:
+        if extras.scale is None:
+            raise ConfigError(f"--scale-plot {extras.scale_plot} without --scale; add for example --scale 8,64,512")
+        picture.check(extras.scale_plot)
+    if extras.timeline is not None and Path(extras.timeline).suffix.lower() not in (".html", ".json"):
+        raise ConfigError(f"--timeline {extras.timeline}: end the name in .html for a picture, or in .json for a trace")
+    for path in extras.compare or ():
+        Plan.read(path)
+    if extras.trials and file is None:
+        raise ConfigError("--trials run the job, and a saved blueprint is none; give the job's FILE")
+
+
+class Told(NamedTuple):
+    """What else was asked: in lines, and in plain values."""
+
+    lines: list[str]
+    values: dict[str, Any]
+
+    def add(self, name: str, lines: Sequence[str], values: Any) -> None:
+        """One of the answers, after an empty line."""
+        self.lines.extend(["", *lines])
+        self.values[name] = values
+
+
+def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> Told:
+    """What else was asked. Raises ConfigError."""
+    checked(extras, file)
+    told = Told([], {})
+    if extras.price is not None and planned.best:
+        told.add("price", cost_lines(planned, extras.price), cost_values(planned, extras.price))
+    if extras.compare is not None:
+        found = [priced(planned, Plan.read(path), path) for path in extras.compare]
+        told.add("compare", compared(planned, *extras.compare), [planned.found_json(each) for each in found])
+    if extras.scale is not None:
+        _scale(told, planned, _worlds(extras.scale), extras.scale_plot)
     if extras.timeline is not None and planned.best:
         _timeline(planned, Path(extras.timeline))
-    if extras.trials and planned.best:
-        told += ["", *_trials(planned, extras.trials, file, fields)]
+    if extras.trials and planned.best and file is not None:
+        _trials(told, planned, extras.trials, file, fields)
     return told
 
 
 def _timeline(planned: Planned, path: Path) -> None:
     """The best plan's step, drawn or as a trace. Raises ConfigError."""
-    if path.suffix.lower() not in (".html", ".json"):
-        raise ConfigError(f"--timeline {path}: end the name in .html for a picture, or in .json for a trace")
     best = planned.best[0].candidate
     found = timeline.spans(planned.search.prices[best.mesh.tensor, best.sequence_parallel], best)
     text = timeline.to_trace(found) if path.suffix.lower() == ".json" else timeline.to_html(found, layout(best))
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
-        ) from None
+    write_text(path, text)
 
 
-def _scale(planned: Planned, worlds: str, plot: str | None) -> list[str]:
-    numbers = _worlds(worlds)
-    if plot is not None:
-        picture.check(plot)
-    points = scaled(planned.sketch, planned.cluster, numbers, planned.question.global_batch)
-    told = scale.lines(points, planned.work, planned.cluster)
+def _scale(told: Told, planned: Planned, worlds: Sequence[int], plot: str | None) -> None:
+    points = scaled(planned.sketch, planned.whole or planned.cluster, worlds, planned.question.global_batch)
+    lines = scale.lines(points, planned.work, planned.cluster)
     if plot is not None and any(point.found for point in points):
         drawing = scale.picture(points, planned.work, planned.cluster)
-        picture.save(drawing, plot, planned.work.name, "\n".join([*planned.lines()[:2], "", *told]))
-    return told
+        picture.save(drawing, plot, planned.work.name, "\n".join([*planned.lines()[:2], "", *lines]))
+    values = [
+        {"world": point.world, "why": point.why, "efficiency": point.found and scale.efficiency(points, point)}
+        | (planned.found_json(point.found) if point.found else {})
+        for point in points
+    ]
+    told.add("scale", lines, values)
 
 
 def _worlds(text: str) -> list[int]:
@@ -123,9 +154,7 @@ def _worlds(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _trials(planned: Planned, most: int, file: str | None, fields: Any) -> list[str]:
-    if file is None:
-        raise ConfigError("--trials run the job, and a saved blueprint is none; give the job's FILE")
+def _trials(told: Told, planned: Planned, most: int, file: str, fields: Any) -> None:
     trials, automatic = import_module("shoal.launch.trials"), import_module("shoal.launch.automatic")
     trials.check_hardware(planned.question.world)
     given = dict(text.split("=", 1) for text in fields) if isinstance(fields, Sequence) else fields
@@ -135,4 +164,8 @@ def _trials(planned: Planned, most: int, file: str | None, fields: Any) -> list[
 
     done, ranked = tried(planned, most, run, automatic.TOGETHER)
     planned.best = tuple(found for found, _ in ranked)
-    return trial_lines(done, ranked)
+    values = [
+        {"plan": layout(each.found.candidate), "step_s": None if each.why else each.step_s, "why": each.why}
+        for each in done
+    ]
+    told.add("trials", trial_lines(done, ranked), values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -69,10 +70,11 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:.3g} s"
 
 
-def gib(value: float) -> str:
-    """Bytes as GiB."""
+def gib(value: float, room: bool = False) -> str:
+    """Bytes as GiB; ``room``: rounded up, so that they fit in as much as is said."""
     size = value / 2**30
-    return f"{size:.2f} GiB" if size < 10 else f"{size:,.1f} GiB" if size < 1000 else f"{size:,.0f} GiB"
+    digits = 2 if size < 10 else 1 if size < 1000 else 0
+    return f"{math.ceil(size * 10**digits) / 10**digits if room else size:,.{digits}f} GiB"
 
 
 def count(value: float) -> str:

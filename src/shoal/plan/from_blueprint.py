@@ -13,6 +13,7 @@ from shoal.blueprint.kernels import kept_otherwise, on
 from shoal.blueprint.replaced import moved, replaced, shares, views
 from shoal.blueprint.roles import Roles, roles
 from shoal.blueprint.split import local_size
+from shoal.cluster.facts import ATTENTION_BACKWARD
 from shoal.core.errors import ConfigError
 from shoal.plan.moments import holdings
 from shoal.plan.profile import Block, Holding, Op, Profile, Traffic, Weight
@@ -22,8 +23,6 @@ PRODUCTS = {
     "linear": (0, 1, True), "matmul": (0, 1, False), "mm": (0, 1, False), "bmm": (0, 1, False),
     "addmm": (1, 2, False), "baddbmm": (1, 2, False),
 }  # fmt: skip
-#: Views whose gradients are put together again: a copy in the backward alone.
-SPLITS = ("chunk", "split", "tensor_split", "unbind")
 ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
@@ -47,7 +46,7 @@ def profile(
         reasons = "; ".join(f"{weight}: {reason}" for weight, reason in list(found.reasons.items())[:3])
         raise ConfigError(f"tensor={tensor}, but no weight of the model can be divided ({reasons}); set tensor = 1")
     blueprint = on(kernels, blueprint)
-    made = _Maker(blueprint, units, found, sequence_parallel)
+    made = _Maker(blueprint, units, found, sequence_parallel, ATTENTION_BACKWARD[kernels])
     blocks = made.blocks()
     flops = sum(op.flops for op in (*blueprint.operations, *blueprint.loss)) / blueprint.samples
     return Profile(
@@ -89,19 +88,22 @@ class _Maker:
     """What is known while a profile is made."""
 
     def __init__(
-        self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool = False
-    ) -> None:
-        self.found, self.samples = found, blueprint.samples
+        self, blueprint: Blueprint, units: Sequence[str], found: Roles | None, sequence_parallel: bool,
+        attention_backward: float,
+    ) -> None:  # fmt: skip
+        self.found, self.samples, self.attention_backward = found, blueprint.samples, attention_backward
         self.local: Divided = divided(blueprint, found, sequence_parallel)
         self.replaced = replaced(blueprint, self.local)
         self.views, self.shares = views(blueprint, self.local), shares(blueprint, self.local)
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
+        self.learned = _learned(self.operations, blueprint)
         self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
-        self.repeated = _repeated(blueprint, units)
+        self.listed = frozenset(unit for unit in units if _holder(unit) in blueprint.lists)
+        self.repeated = _repeated(blueprint, self.listed)
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -191,12 +193,12 @@ class _Maker:
             buffers = sum(p.bytes for p in self.blueprint.parameters if p.buffer and self.home(p.name) == number)
             made.append(Block(
                 span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
-                carried / self.samples, carried / self.samples, buffers, held[number],
+                carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
             key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
-                   block.carried_bytes)  # fmt: skip
+                   block.unit, block.carried_bytes)  # fmt: skip
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
@@ -248,39 +250,80 @@ class _Maker:
     def traffic(self, span: _Span) -> tuple[Traffic, ...]:
         return tuple(
             Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
-            for local in self.local.operations[span.begin : span.end]
+            for of, local in zip(
+                self.operations[span.begin : span.end], self.local.operations[span.begin : span.end], strict=True
+            )
             for move in local.moves
+            if move.phase == "forward" or self.learned.intersection(of.gives)
         )
 
     def ops(self, span: _Span) -> tuple[Op, ...]:
         return tuple(
-            self.op(number)
+            op
             for number in range(span.begin, span.end)
-            if self.operations[number].launches
-            or self.operations[number].kept
-            or self.operations[number].name in SPLITS
+            if self.operations[number].launches or self.operations[number].kept or self.operations[number].touches
+            for op in self.op(number)
         )
 
-    def op(self, number: int) -> Op:
-        """An operation for one sample."""
+    def op(self, number: int) -> Sequence[Op]:
+        """An operation for one sample; of a product also the kernels beside it, which add to its time: casts, sums."""
         of, local = self.operations[number], self.local.operations[number]
         kept = [self.kept(each, number, of.kept[:at]) for at, each in enumerate(of.kept)]
-        fixed = sum(self.bytes_of(name) for name in of.parameters)
-        whole = sum(self.blueprint.values[value].bytes for value in (*of.reads, *of.gives))
-        part = sum(self.blueprint.values[v].bytes * self.local.share(v) for v in (*of.reads, *of.gives))
-        moved = max(0.0, of.moved_bytes - sum(self.blueprint.parameter[name].bytes for name in of.parameters))
-        ratio = part / whole if whole and local.divided else 1.0
+        kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
         m, k, n = self.shape(of, local)
         share = 1 / self.local.degree if local.divided else 1.0
-        if joined := of.name in SPLITS and not of.launches:
-            moved = 2.0 * sum(self.blueprint.values[value].bytes for value in of.gives)
-        kind = "memory" if not of.flops else "attention" if of.name in ATTENTION else "matmul"
-        return Op(
-            of.name, kind, m / self.samples, k, n, of.flops * share / self.samples,
-            moved * ratio / self.samples * bool(of.launches or joined), fixed * bool(of.launches),
+        beside, own = self.moved_by(of, local)
+        traced = self.blueprint.timeline is not None
+        made = Op(
+            of.name, kind, m / self.samples, k, n, of.flops * share / self.samples, *(own if of.flops else beside)[0],
             sum(each[0] for each in kept), self.backward(of), of.launches, sum(each[1] for each in kept),
-            joins=joined,
+            causal=kind == "attention" and _causal(of), back_launches=of.back_launches if traced else None,
+            call_bytes=self.call_bytes(of, local),
         )  # fmt: skip
+        if traced:
+            moved, fixed = (own if of.flops else beside)[1]
+            made = made._replace(back_moved_bytes=moved, back_fixed_bytes=fixed)
+        if not of.flops or not any(map(sum, beside)):
+            return (made,)
+        (moved, fixed), (back_moved, back_fixed) = beside
+        side = Op(of.name, "memory", 0, 0, 0, 0.0, moved, fixed, 0.0, 1.0, 0.0)
+        if traced:
+            side = side._replace(back_moved_bytes=back_moved, back_fixed_bytes=back_fixed, back_launches=0.0)
+        return made, side
+
+    def moved_by(self, of: Operation, local: Local) -> tuple[tuple[Pair, Pair], tuple[Pair, Pair]]:
+        """(Forward, backward) of kernels beside products, and of products, as (bytes per sample, fixed bytes)."""
+        parts = self.parts(of, local) if self.local.degree > 1 else {}
+        rest = min(parts.values(), default=1.0)  # of an intermediate
+        grows = not self.of_input.isdisjoint((*of.reads, *of.gives))
+        sums = [[0.0] * 4, [0.0] * 4]  # per sample, fixed
+        for value, *counts in of.touches:
+            share = rest if value is None else parts.get(value, 1.0)
+            of_sample = grows if value is None else value in self.of_input
+            mine = sums[not of_sample]
+            for place, count in enumerate(counts):
+                mine[place] += count * share
+        each = [(sums[0][place] / self.samples, sums[1][place]) for place in range(4)]
+        return (each[0], each[1]), (each[2], each[3])
+
+    def parts(self, of: Operation, local: Local) -> dict[int | str, float]:
+        """Which part of its tensors an operation reads or writes on this rank."""
+        found: dict[int | str, float] = {}
+        refs = [ref.of for ref in tensors_of(of)]
+        for value, shape in (*zip(refs, local.taken, strict=True), *zip(of.gives, local.given, strict=True)):
+            whole = self.blueprint.values[value] if isinstance(value, int) else self.blueprint.parameter[value]
+            found.setdefault(value, math.prod(shape) / max(math.prod(whole.shape), 1))
+        return found
+
+    def call_bytes(self, of: Operation, local: Local) -> float:
+        """Per sample, of its arguments and results, weights left out."""
+        values = (*of.reads, *of.gives)
+        moved = max(0.0, of.moved_bytes - sum(self.blueprint.parameter[name].bytes for name in of.parameters))
+        if local.divided:
+            whole = sum(self.blueprint.values[value].bytes for value in values)
+            part = sum(self.blueprint.values[value].bytes * self.local.share(value) for value in values)
+            moved *= part / whole if whole else 1.0
+        return moved / self.samples
 
     def shape(self, of: Operation, local: Local) -> tuple[float, float, float]:
         """(m, k, n) of a product on this rank; of attention: heads x queries, width, keys. Others: results alone."""
@@ -298,17 +341,47 @@ class _Maker:
         return m, of.flops / max(2 * m * n, 1.0) if of.flops else 1.0, n
 
     def backward(self, of: Operation) -> float:
-        """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient."""
-        needs = any(self.blueprint.values[value].of_model for value in of.reads)
+        """Backward FLOPs over forward FLOPs: one product for each input that needs a gradient; of fused attention also
+        those of the scores again."""
+        needs = bool(self.learned.intersection(of.reads))
         trains = any(self.blueprint.parameter[name].trains for name in of.parameters)
-        if of.name in SPLITS:
-            return float(needs)
+        if of.name == "scaled_dot_product_attention":
+            return self.attention_backward * needs
         if of.name in ("linear", "addmm", "conv1d", "conv2d", "conv3d"):
             return float(needs + trains)
         return 2.0 if needs else float(trains)
 
 
-def _repeated(blueprint: Blueprint, units: Sequence[str]) -> frozenset[str]:
-    """The units that are repeated blocks: members of a list or sequence (pipeline/units.py, block_paths)."""
-    lists = ("ModuleList", "Sequential")
-    return frozenset(unit for unit in units if blueprint.modules.get(unit.rpartition(".")[0]) in lists and "." in unit)
+def _causal(of: Operation) -> bool:
+    """Whether attention was asked to look back alone; what an explicit mask hides is worked out all the same."""
+    given = of.arguments[5] if len(of.arguments) > 5 else dict(of.keywords).get("is_causal")
+    return of.name == "scaled_dot_product_attention" and given is True
+
+
+def _learned(operations: Sequence[Operation], blueprint: Blueprint) -> frozenset[int]:
+    """The values that depend on a trained parameter: those that have gradients."""
+    found: set[int] = set()
+    for of in operations:
+        if found.intersection(of.reads) or any(blueprint.parameter[name].trains for name in of.parameters):
+            found.update(of.gives)
+    return frozenset(found)
+
+
+def _repeated(blueprint: Blueprint, listed: frozenset[str]) -> frozenset[str]:
+    """Of the units in lists those that are repeated blocks: of one class all, made of modules themselves
+    (pipeline/units.py, block_paths)."""
+    members: dict[str, list[str]] = {}
+    for path in blueprint.modules:
+        if path:
+            members.setdefault(_holder(path), []).append(path)
+
+    def blocks(holder: str) -> bool:
+        own = members[holder]
+        return len(own) > 1 and len({blueprint.modules[path] for path in own}) == 1 and own[0] in members
+
+    return frozenset(unit for unit in listed if blocks(_holder(unit)))
+
+
+def _holder(path: str) -> str:
+    """The module that a path lies in."""
+    return path.rpartition(".")[0]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from shoal.cluster.facts import Cluster, Device
 from shoal.plan.candidate import Candidate
 from shoal.plan.collectives import Span, span
+from shoal.plan.profile import Numbers
 from shoal.plan.rates import stream_seconds
 
 #: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
@@ -59,23 +60,29 @@ def summed(where: Span, nbytes: float, candidate: Candidate, backward_s: float, 
 
 
 def in_turn(
-    units: Sequence[float], rest: float, candidate: Candidate, shard: Span, copies: Span, device: Device
+    units: Sequence[Numbers], rest: Numbers, candidate: Candidate, shard: Span, copies: Span, device: Device
 ) -> tuple[float, float]:
     """Seconds of gathering and scattering shards, and of summing them over their copies, on the axes shard and
-    replicate. ``units``: numbers in every repeated block, gathered by itself; ``rest``: in what lies in none, gathered
-    together; in a pipeline that rest is held whole and summed, and all is gathered and scattered once a step."""
+    replicate. ``units``: every block that is gathered by itself; ``rest``: what lies in none, gathered together; in a
+    pipeline that rest is held whole and summed, and all is gathered and scattered once a step. Gradients are of what is
+    trained alone."""
     states, staged = candidate.states, candidate.mesh.pipeline > 1
     anew = candidate.shard_level == 3 and not staged
-    calls = [(numel, 1 + anew) for numel in units] + ([] if staged else [(rest, 1)])
+    calls = [(numbers, 1 + anew) for numbers in units] + ([] if staged else [(rest, 1)])
     wire = beside = 0.0
-    for numel, gathers in calls:
-        whole, sent = numel * states.weight, numel * states.sent
-        copied = UNIT * device.launch_s + stream_seconds(device, 2 * whole)
-        wire += gathers * (shard.seconds("all_gather", whole) + copied)
-        wire += shard.seconds("reduce_scatter", sent) + copied
-        beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
+    for numbers, gathers in calls:
+        whole, sent = numbers.all * states.weight, numbers.trained * states.sent
+        wire += gathers * (shard.seconds("all_gather", whole) + _copied(whole, device))
+        if numbers.trained:
+            wire += shard.seconds("reduce_scatter", sent) + _copied(numbers.trained * states.weight, device)
+            beside += copies.seconds("all_reduce", sent / candidate.mesh.shard)
     times = candidate.accumulation if anew else 1
-    if staged and rest:
-        wire += shard.seconds("all_reduce", rest * states.sent)
-        beside += copies.seconds("all_reduce", rest * states.sent)
+    if staged and rest.trained:
+        wire += shard.seconds("all_reduce", rest.trained * states.sent)
+        beside += copies.seconds("all_reduce", rest.trained * states.sent)
     return times * wire, times * beside
+
+
+def _copied(nbytes: float, device: Device) -> float:
+    """Seconds of what a gathering or scattering does besides sending."""
+    return UNIT * device.launch_s + stream_seconds(device, 2 * nbytes)

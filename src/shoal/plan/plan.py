@@ -90,9 +90,8 @@ class Plan(Settings):
         return cls.from_toml(toml.read_text(path, "a plan"), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Write the plan to a file, over what was there; folders on the way are made."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(self.to_toml().encode())
+        """Write the plan to a file, over what was there; folders on the way are made. Raises ConfigError."""
+        toml.write_text(path, self.to_toml(), folders=True)
 
 
 def _show(value: Any) -> str:

@@ -8,6 +8,7 @@ memory.py, time.py and search.py know nothing of roles. ``from_blueprint.py`` ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -21,10 +22,14 @@ ActivationAxis = Literal["tensor", "context", "expert"]
 
 class Op(NamedTuple):
     """One operation of a forward. ``m``, ``flops``, ``moved_bytes``, ``kept_bytes`` are per sample; a micro-batch of b
-    samples has b times as much. A product is (m, k) x (k, n). ``fixed_bytes``: weights read, per call.
+    samples has b times as much. A product is (m, k) x (k, n). ``moved_bytes``, ``fixed_bytes`` (of weights, per call):
+    read and written by the forward; ``back_moved_bytes``, ``back_fixed_bytes``: by the backward; None: ``backward``
+    times the forward's.
     ``kept_bytes``: newly kept for backward without recompute; ``kept_fixed_bytes``: per call, as cast weights are.
-    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward. ``precision``: where
-    it is not the profile's. ``joins``: a view, whose gradients are put together: no forward, a copy in the backward.
+    ``backward``: backward FLOPs over forward FLOPs. ``launches``: kernels started in the forward; ``back_launches``: in
+    the backward; None: as many. ``precision``: where it is not the profile's. ``causal``: attention that only looks
+    back, whose ``flops`` count what the mask hides. ``call_bytes``: of arguments and results, where a device's measured
+    function of that name goes before the traffic of kernels.
     """
 
     name: str
@@ -40,7 +45,11 @@ class Op(NamedTuple):
     launches: float
     kept_fixed_bytes: float = 0
     precision: str = ""
-    joins: bool = False
+    causal: bool = False
+    back_moved_bytes: float | None = None
+    back_fixed_bytes: float = 0
+    back_launches: float | None = None
+    call_bytes: float | None = None
 
 
 class Traffic(NamedTuple):
@@ -101,11 +110,12 @@ class Holding(NamedTuple):
 
 class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
-    repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
-    way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
-    of the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
+    repeated blocks, which may be recomputed. ``carried_bytes``: per sample, what crosses a cut before it, one way.
+    ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``: of
+    the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
-    bytes are known. ``again_bytes``: per sample, of parts of it that its backward computes again.
+    bytes are known. ``again_bytes``: per sample, of parts of it that its backward computes again. ``unit``: sharded as
+    a unit; None: where it is repeated.
     """
 
     path: str
@@ -120,6 +130,22 @@ class Block(NamedTuple):
     holding: Holding | None = None
     waits: float = 0
     again_bytes: float = 0
+    unit: bool | None = None
+
+
+class Numbers(NamedTuple):
+    """Numbers in weights: of ``all`` of them, of those that are ``trained``, and how many ``weights`` these are."""
+
+    all: int
+    trained: int
+    weights: int
+
+
+def numbers(weights: Iterable[Weight]) -> Numbers:
+    """Of ``weights``, tied ones once."""
+    held = {weight.tie or weight.name: weight for weight in weights}.values()
+    trained = [weight.numel for weight in held if weight.trains]
+    return Numbers(sum(weight.numel for weight in held), sum(trained), len(trained))
 
 
 class Profile(Settings):
@@ -139,15 +165,16 @@ class Profile(Settings):
     notes: tuple[str, ...] = Field(default=(), description="what is not known or not divided, in sentences")
 
     @cached_property
+    def held(self) -> Numbers:
+        """In this rank's weights, tied ones once."""
+        return numbers(weight for block in self.blocks for weight in block.weights)
+
+    @property
     def parameters(self) -> int:
         """Numbers in this rank's weights, tied ones once."""
-        return sum(weight.numel for weight in self._weights.values())
+        return self.held.all
 
-    @cached_property
+    @property
     def trained(self) -> int:
         """Of them those that are trained."""
-        return sum(weight.numel for weight in self._weights.values() if weight.trains)
-
-    @cached_property
-    def _weights(self) -> dict[str, Weight]:
-        return {weight.tie or weight.name: weight for block in self.blocks for weight in block.weights}
+        return self.held.trained

@@ -37,9 +37,9 @@ class Held(NamedTuple):
 
 
 def alone(block: Block) -> bool:
-    """Whether a block is gathered by itself: a repeated one with something to shard, whose weights no other shares."""
-    weights = block.weights
-    return block.repeated and any(weight.rows for weight in weights) and not any(weight.tie for weight in weights)
+    """Whether a block is gathered by itself: a unit with something to shard, whose weights no other shares."""
+    weights, unit = block.weights, block.repeated if block.unit is None else block.unit
+    return unit and any(weight.rows for weight in weights) and not any(weight.tie for weight in weights)
 
 
 class _Sums:

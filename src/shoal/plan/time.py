@@ -16,9 +16,10 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.profile import Block, Profile
+from shoal.plan.profile import Block, Numbers, Profile, numbers
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
+from shoal.plan.sharded import alone
 from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
@@ -91,6 +92,7 @@ class Prices:
         self._parts: dict[tuple, Part] = {}
         self._spans: dict[tuple, Span] = {}
         self._plays: dict[tuple, float] = {}
+        self._helds: dict[tuple, Numbers] = {}
 
     def price(self, candidate: Candidate, exact: bool = True) -> Cost:
         """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
@@ -119,7 +121,7 @@ class Prices:
             shard_s=shard,
             replicate_s=replicate,
             bubble_s=makespan - worked - sent,
-            optimizer_s=max(self._optimizer(candidate, stages, mine) for mine in ranks),
+            optimizer_s=max(self._optimizer(candidate, mine) for mine in ranks),
             rest_s=share * total.launch
             + host.figures_s(candidate, self.cluster)
             + straggling(candidate.world) * makespan,
@@ -168,7 +170,8 @@ class Prices:
         device, micro = self.cluster.device, candidate.micro_batch
         seconds = [op_seconds(op, micro, device, op.precision or self.profile.precision) for op in block.ops]
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
-        started = sum(op.launches for op in block.ops) * device.launch_s
+        starts = [(op.launches, op.launches if op.back_launches is None else op.back_launches) for op in block.ops]
+        started, back_started = (sum(each[side] for each in starts) * device.launch_s for side in (0, 1))
         sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
         if candidate.overlap_tensor and self.profile.sequence_parallel:
             products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
@@ -189,12 +192,14 @@ class Prices:
         if adds or host.computes(device):  # into the buckets
             backward += self._accumulated(block, candidate)
         waits = block.waits * device.launch_s
+        back_waits, back_started = waits * (1 + again), back_started + again * started
         if host.computes(device):  # nothing hides what it takes to start a kernel
-            waits += started + host.CALL * device.launch_s * len(block.traffic) / 2
-            started = 0.0
+            calls = host.CALL * device.launch_s * len(block.traffic) / 2
+            waits, back_waits = waits + calls + started, back_waits + calls * (1 + again) + back_started
+            started = back_started = 0.0
         return Work(
             Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
-            Pass(backward, waits * (1 + again) + max(0.0, started * (1 + again) - backward - sum(back)), *back),
+            Pass(backward, back_waits + max(0.0, back_started - backward - sum(back)), *back),
         )
 
     def _chunked(self, sent: tuple[float, float, float], computing: float) -> tuple[float, float, float]:
@@ -206,7 +211,7 @@ class Prices:
 
     def _accumulated(self, block: Block, candidate: Candidate) -> float:
         """Adding a micro-batch's gradients to the sum: read and written."""
-        nbytes = 2 * candidate.states.gradient * sum(weight.numel for weight in block.weights)
+        nbytes = 2 * candidate.states.gradient * numbers(block.weights).trained
         return stream_seconds(self.cluster.device, nbytes)
 
     def _traffic(self, block: Block, candidate: Candidate, phase: str) -> tuple[float, float, float]:
@@ -292,11 +297,16 @@ class Prices:
         if shard.ranks == 1 and copies.ranks == 1:
             return 0.0, 0.0
         states, slowdown = candidate.states, self.cluster.device.overlap_slowdown
-        numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
+        held = self._held(candidate, mine)
+        made = held.trained * states.sent  # frozen weights have no gradients
         backward = sum(works[stage].backward.total for stage in mine)
         forward = sum(works[stage].forward.total for stage in mine)
-        unit = max(self._numel) * states.sent if candidate.shard_level > 1 and shard.ranks > 1 else 0.0
-        bucket = min(numel * states.sent, max(candidate.bucket_bytes, unit))
+        unit = (
+            max(each.trained for each in self._numbers) * states.sent
+            if candidate.shard_level > 1 and shard.ranks > 1
+            else 0.0
+        )
+        bucket = min(made, max(candidate.bucket_bytes, unit))
         wire = beside = 0.0
         if shard.ranks > 1 and host.computes(self.cluster.device):
             units, rest = self._units(stages, mine)
@@ -304,18 +314,17 @@ class Prices:
         if candidate.shard_level == 3 and shard.ranks > 1:
             wire = candidate.accumulation * sum(self._gathered(candidate, stages[stage], shard) for stage in mine)
         elif shard.ranks > 1:
-            reduce = bucketed(shard, "reduce_scatter", numel * states.sent, bucket)
-            gather = bucketed(shard, "all_gather", numel * (states.compute or states.weight), bucket)
-            wire = exposed(
-                reduce, backward, slowdown, shard.seconds("reduce_scatter", bucket), candidate.overlap_gradients
-            )
+            reduce = bucketed(shard, "reduce_scatter", made, bucket)
+            gather = bucketed(shard, "all_gather", held.all * (states.compute or states.weight), bucket)
+            tail = bucketed(shard, "reduce_scatter", bucket, bucket)
+            wire = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
         if copies.ranks > 1 and host.computes(self.cluster.device):
-            beside = host.summed(copies, numel * states.sent, candidate, backward, slowdown)
+            beside = host.summed(copies, made, candidate, backward, slowdown)
         elif copies.ranks > 1:
             part = 1 / candidate.mesh.shard
-            reduce = bucketed(copies, "all_reduce", numel * states.sent * part, bucket * part)
-            tail = copies.seconds("all_reduce", bucket * part)
+            reduce = bucketed(copies, "all_reduce", made * part, bucket * part)
+            tail = bucketed(copies, "all_reduce", bucket * part, bucket * part)
             beside = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
         return wire, beside
 
@@ -323,8 +332,10 @@ class Prices:
         """Exposed seconds of one micro-batch where weights lie in shards: each block's are gathered while the block
         before computes, its gradients scattered while the next does; both on one link."""
         states, slowdown = candidate.states, self.cluster.device.overlap_slowdown
-        gather = [where.seconds("all_gather", numel * (states.compute or states.weight)) for numel in self._numel]
-        scatter = [where.seconds("reduce_scatter", numel * states.sent) for numel in self._numel]
+        whole = [each.all * (states.compute or states.weight) for each in self._numbers]
+        gather = [where.seconds("all_gather", nbytes) for nbytes in whole]
+        made = [each.trained * states.sent for each in self._numbers]
+        scatter = [bucketed(where, "reduce_scatter", nbytes, nbytes) for nbytes in made]
         works = [self._block_work(kind, candidate) for kind in range(len(self._sample))]
         total = gather[part.first] + gather[part.last] + scatter[part.first]
         for (before, after), count in part.pairs:
@@ -332,32 +343,38 @@ class Prices:
             total += count * exposed(gather[before] + scatter[after], works[after].backward.total, slowdown)
         return total
 
-    def _units(self, stages: list[Part], mine: list[int]) -> tuple[list[float], float]:
-        """Numbers in every repeated block of a rank, and in all else."""
-        units, rest = [], 0.0
+    def _units(self, stages: list[Part], mine: list[int]) -> tuple[list[Numbers], Numbers]:
+        """Every block of a rank that is gathered by itself, and all else."""
+        units, rest = list[Numbers](), [Numbers(0, 0, 0)]
         for kind, count in (pair for stage in mine for pair in stages[stage].kinds):
-            units += [self._numel[kind]] * (count * self._sample[kind].repeated)
-            rest += self._numel[kind] * count * (not self._sample[kind].repeated)
-        return units, rest
+            (units if alone(self._sample[kind]) else rest).extend([self._numbers[kind]] * count)
+        return units, Numbers(*map(sum, zip(*rest, strict=True)))
 
     def _block_work(self, kind: int, candidate: Candidate) -> Work:
         return self._work(Part(((kind, 1),), (), kind, kind), candidate)
 
     @cached_property
-    def _numel(self) -> list[int]:
-        """Numbers in the weights of a block, by kind."""
-        return [sum(weight.numel for weight in block.weights) for block in self._sample]
+    def _numbers(self) -> list[Numbers]:
+        """In the weights of a block, by kind."""
+        return [numbers(block.weights) for block in self._sample]
 
-    def _optimizer(self, candidate: Candidate, stages: list[Part], mine: list[int]) -> float:
-        """Reading gradients, reading and writing weights and states; tied weights counted at each place."""
-        states, device = candidate.states, self.cluster.device
-        numel = sum(self._numel[kind] * count for stage in mine for kind, count in stages[stage].kinds)
-        numel /= candidate.mesh.shard
+    def _held(self, candidate: Candidate, mine: list[int]) -> Numbers:
+        """In a rank's weights: tied ones are one weight, wherever they are read."""
+        ends = (*candidate.starts[1:], len(self._kind))
+        key = tuple((candidate.starts[stage], ends[stage]) for stage in mine)
+        if key not in self._helds:
+            blocks = self.profile.blocks
+            self._helds[key] = numbers(w for start, end in key for block in blocks[start:end] for w in block.weights)
+        return self._helds[key]
+
+    def _optimizer(self, candidate: Candidate, mine: list[int]) -> float:
+        """Reading gradients, reading and writing weights and states, of what is trained."""
+        states, device, held = candidate.states, self.cluster.device, self._held(candidate, mine)
+        numel = held.trained / candidate.mesh.shard
         nbytes = numel * (states.gradient + 2 * (states.optimizer + states.weight))
         if candidate.cpu_offload and candidate.mesh.shard > 1:  # gradients go down, weights come up, the host updates
             return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
-        weights = sum(len(self._sample[kind].weights) * count for stage in mine for kind, count in stages[stage].kinds)
-        started = host.UPDATE * weights * device.launch_s * host.computes(device)
+        started = host.UPDATE * held.weights * device.launch_s * host.computes(device)
         return started + nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
 
 
@@ -368,7 +385,9 @@ def straggling(world: int) -> float:
 
 
 def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
-    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each."""
+    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
+    if not nbytes:
+        return 0.0
     calls = max(1, round(nbytes / bucket)) if bucket else 1
     return calls * where.seconds(collective, nbytes / calls)
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import fake_pg  # registers the backend "fake"
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal.blueprint.known import Known
 from shoal.blueprint.stored import Sketch
 from shoal.cluster.presets import find
 from shoal.core.errors import ConfigError, LaunchError, ModelError
@@ -188,7 +189,7 @@ def _stepped(run: Run, mode: FakeTensorMode) -> Counted:
     run.enter = enter  # type: ignore[method-assign]
     try:
         with ExitStack() as stack:
-            for each in (mode, counting, counting.resizing(), counting.generators(), counting.objects()):
+            for each in (mode, Known(mode), counting, counting.resizing(), counting.generators(), counting.objects()):
                 stack.enter_context(each)
             windows = [_shaped(window, plan, counting) for _ in range(2)]  # the loader reads the next one ahead
             for tensor in [*run.model.parameters(), *run.model.buffers()]:
