@@ -135,6 +135,12 @@ SYSTEMS = (
         "torchtune", _EAGER, States(2, 0, 2, 4), gradient_buffers=False, recomputed=1.0, chunks_loss=True,
         first_word=("torchtune",),
     ),
+    # ZeRO: bf16 weights and gradients, float32 for the optimizer, gradients flattened and cast for its step (4), in
+    # buckets of 5e8 numbers. https://deepspeed.readthedocs.io/en/latest/memory.html: 4 bytes and 16 shared out.
+    System(
+        "deepspeed", _EAGER, States(2, 0, 2, 12, step=4), bucket_bytes=1e9, splits_positions=True,
+        first_word=("deepspeed",),
+    ),
     # torch's selective checkpointing by operation as torchtitan sets it: of 37 h bytes that a layer of Llama's shape
     # keeps 15.5 stay: its input, every second product's result, attention's. Blocks are compiled, not the loss.
     System(

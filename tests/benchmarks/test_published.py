@@ -264,6 +264,13 @@ def test_selective_checkpointing_in_torch_keeps_results_of_products():
     assert [case.system.software.loss_kept for case in (eager, compiled, parts)] == [12, 12, 16]
 
 
+def test_deepspeed_alone_holds_two_bytes_per_weight_and_shares_out_sixteen():
+    found = system(row(source="DeepSpeed", tp="1", pp="1"))
+    assert (found.name, *found.states[:5], found.states.step) == ("deepspeed", 2, 0, 2, 12, 0, 4)
+    names = [system(row(source=source)).name for source in ("Megatron-DeepSpeed", "InternEvo beside DeepSpeed")]
+    assert names == ["megatron-deepspeed", "internevo"]
+
+
 def test_of_several_clusters_the_largest_counts():
     assert mesh_of(row(n_gpus="", dp="", tp="4", pp="1", notes="three clusters of 128/256/512 H100"))[2] == 512
 
