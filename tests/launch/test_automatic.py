@@ -316,6 +316,20 @@ def test_a_run_after_a_corrected_one_moves_the_ratio_on(tmp_path: Path) -> None:
     assert read_ratios(path) == {}
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"ratios": {"optimizer_s": 1.5}}', '{"runs": "x", "ratios": {"optimizer_s": 1.5}}',
+     '{"runs": 1, "ratios": {"optimizer_s": NaN}}', '{"runs": 1e999, "ratios": {}}', '{"runs": -1, "ratios": {}}'],
+)  # fmt: skip
+def test_a_damaged_file_of_ratios_taught_nothing_and_ends_no_run(tmp_path: Path, text: str) -> None:
+    """A run that had ended well ended in a traceback, its plan corrected by half of what the file held."""
+    path = tmp_path / "ratios.json"
+    path.write_text(text)
+    assert read_ratios(path) == {}
+    learn(path, {"optimizer_s": 1.0}, {"optimizer_s": 1.5})
+    assert read_ratios(path) == {"optimizer_s": pytest.approx(1.5)}
+
+
 def test_a_ratio_beyond_the_bound_is_taken_as_the_bound(tmp_path: Path) -> None:
     path = tmp_path / "ratios.json"
     path.write_text(json.dumps({"runs": 4, "ratios": {"forward_backward_s": 14.3, "optimizer_s": 0.01}}))

@@ -296,12 +296,20 @@ def _peak_flops_per_s(run: Run, nodes: int) -> float | None:
 
 def read_ratios(path: Path) -> dict[str, float]:
     """What earlier runs measured over what was predicted for them, by part."""
+    return _learned(path)[1]
+
+
+def _learned(path: Path) -> tuple[int, dict[str, float]]:
+    """How many runs were learned from, and the ratios; a file that holds anything else taught nothing."""
     try:
         values = json.loads(path.read_text())
+        runs = int(values["runs"])
         found = {name: float(values["ratios"][name]) for name in TOGETHER if name in values["ratios"]}
-        return {name: _bounded(ratio) for name, ratio in found.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0, {}
+    if runs < 1 or not all(math.isfinite(ratio) for ratio in found.values()):
+        return 0, {}
+    return runs, {name: _bounded(ratio) for name, ratio in found.items()}
 
 
 def _bounded(ratio: float) -> float:
@@ -310,8 +318,8 @@ def _bounded(ratio: float) -> float:
 
 def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]) -> None:
     """Keep by how much a run's parts were off: the geometric mean over the last runs."""
-    ratios = read_ratios(path)
-    runs = min(MOST_RUNS, json.loads(path.read_text())["runs"] + 1 if path.exists() and ratios else 1)
+    before, ratios = _learned(path)
+    runs = min(MOST_RUNS, before + 1)
     for name, value in predicted.items():
         if value > SMALLEST_SHARE * sum(predicted.values()) and found[name] > 0:
             now = _bounded(ratios.get(name, 1.0) * found[name] / value)
