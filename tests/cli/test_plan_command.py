@@ -171,7 +171,22 @@ def test_a_model_that_cannot_be_traced_gets_layouts_that_need_no_trace(saved: Pa
     sketch = sketch_of(str(saved / "planned.py"), {"reads": True})
     found = answer(sketch, find_cluster("h100", 4))
     assert {(f.candidate.mesh.pipeline, f.candidate.mesh.tensor) for f in found.best} == {(1, 1)}
-    assert "Not known: the model cannot be traced" in "\n".join(found.lines())
+    page = "\n".join(found.lines())
+    assert "Not known: the model cannot be traced" in page
+
+
+def test_of_a_model_that_cannot_be_traced_no_speed_price_or_scaling_is_said(saved: Path) -> None:
+    """Its traffic alone was said to be the step: 2.9 million samples a second, and 99% of the step bound by sums."""
+    reads = sketch_of(str(saved / "planned.py"), {"reads": True})
+    cluster = find_cluster("h100", None)
+    found = answer(reads, cluster.resized(4), whole=cluster)
+    told = more(found, Extras(scale="4,8", price=2.0), None, {})
+    page = "\n".join([*found.lines(), *told.lines])
+    assert "over 0." in page and "known: step" in page and "Ranked by what is known without a trace" in page
+    assert "binds" not in page and "Scaling" not in page and "per epoch" not in page
+    assert "What a run costs is not known" in page and "How it scales is not known" in page
+    assert [each["samples_per_s"] for each in (found.as_json()["best"][0], told.values["scale"][0])] == [None, None]
+    assert told.values["price"] is None and told.values["scale"][0]["efficiency"] is None
 
 
 @pytest.mark.parametrize(

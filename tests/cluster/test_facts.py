@@ -1,5 +1,7 @@
 """The cluster's record: files both ways, parts of it, and what contradicts."""
 
+import math
+
 import pytest
 
 from shoal.cluster.facts import Cluster, Device, Fit, Link, Product, Stream
@@ -37,6 +39,9 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
         ({"inside": None}, r"4 devices in a node and no link between them; add a table \[inside\]"),
         ({"device": DEVICE.model_copy(update={"reserved_bytes": 100})}, "reserved_bytes = 100 leaves nothing of"),
         ({"device": DEVICE.model_copy(update={"flops_per_s": {}})}, "flops_per_s is empty; give the matrix peak"),
+        ({"device": DEVICE.model_copy(update={"flops_per_s": {"fp32": 0.0}})}, "flops_per_s.fp32 = 0 is no rate; give"),
+        ({"device": DEVICE.model_copy(update={"memory_bytes_per_s": math.inf})}, "should be a finite number"),
+        ({"between": LINK.model_copy(update={"bytes_per_s": math.nan})}, "between.bytes_per_s = nan"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, change, text):

@@ -29,13 +29,27 @@ from shoal.plan.search import Found
 pytestmark = pytest.mark.unit
 
 
+class Reads(nn.Module):
+    """A table of words whose forward reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids) * float(ids.sum() >= 0)
+
+
 class Wide(Job):
-    """A GPT; ``broken``: its constructor cannot be run."""
+    """A GPT; ``broken``: its constructor cannot be run; ``reads``: its forward reads a value, so it has no trace."""
 
     width: int = 64
     broken: bool = False
+    reads: bool = False
 
     def model(self) -> nn.Module:
+        if self.reads:
+            return Reads()
         if self.broken:
             raise OSError("no such weights")
         return GPT(256, self.width, 4, 4, 32)
@@ -198,6 +212,21 @@ def test_a_model_that_cannot_be_built_here_keeps_replicate_and_says_why(tmp_path
     assert found.lines[1] == "why: no plan could be made: OSError: no such weights"
 
 
+@pytest.mark.parametrize("memory, mesh", [(8e9, Mesh(replicate=2)), (1e6, Mesh(shard=2))])
+def test_of_a_model_that_cannot_be_traced_no_step_is_foretold_or_learned(
+    tmp_path: Path, known: dict, memory: float, mesh: Mesh
+) -> None:
+    """Its sums alone were foretold as its step, and what the run took besides was learned for every other job."""
+    known["cluster"] = machine(memory=memory)
+    found = decide(Wide(reads=True), settings(tmp_path), 2)
+    plan = Plan.read(str(found.settings.plan))
+    assert plan.mesh == mesh and (plan.micro_batch, plan.accumulation) == (4, 1)
+    assert found.predicted is None and not found.learned
+    assert "its state alone needs" in found.lines[0] and "why: no step can be foretold: the model" in found.lines[1]
+    own = decide(Wide(reads=True), settings(tmp_path, micro_batch=2), 2)
+    assert Plan.read(str(own.settings.plan)).accumulation == 2
+
+
 def test_a_resumed_run_keeps_its_own_layout_unless_told(tmp_path: Path, known: dict) -> None:
     own = Plan(
         mesh=Mesh(pipeline=2), schedule="1f1b", global_batch=8, micro_batch=2, accumulation=4, recompute="full"
@@ -285,6 +314,20 @@ def test_a_run_after_a_corrected_one_moves_the_ratio_on(tmp_path: Path) -> None:
     assert read_ratios(path)["optimizer_s"] == pytest.approx(2.0)
     path.write_text("{}")
     assert read_ratios(path) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"ratios": {"optimizer_s": 1.5}}', '{"runs": "x", "ratios": {"optimizer_s": 1.5}}',
+     '{"runs": 1, "ratios": {"optimizer_s": NaN}}', '{"runs": 1e999, "ratios": {}}', '{"runs": -1, "ratios": {}}'],
+)  # fmt: skip
+def test_a_damaged_file_of_ratios_taught_nothing_and_ends_no_run(tmp_path: Path, text: str) -> None:
+    """A run that had ended well ended in a traceback, its plan corrected by half of what the file held."""
+    path = tmp_path / "ratios.json"
+    path.write_text(text)
+    assert read_ratios(path) == {}
+    learn(path, {"optimizer_s": 1.0}, {"optimizer_s": 1.5})
+    assert read_ratios(path) == {"optimizer_s": pytest.approx(1.5)}
 
 
 def test_a_ratio_beyond_the_bound_is_taken_as_the_bound(tmp_path: Path) -> None:

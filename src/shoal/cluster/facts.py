@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shoal.core import toml
 from shoal.core.errors import ConfigError
@@ -22,7 +22,13 @@ Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
 ATTENTION_BACKWARD: dict[str, float] = {"cpu": 2.0, "cuda-flash": 2.5, "cuda-math": 2.0}
 
 
-class Product(Settings):
+class Facts(Settings):
+    """A record whose numbers are all finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Product(Facts):
     """A measured matrix product (m, k) x (k, n), with every worker of the machine at it."""
 
     precision: str = Field(description="fp64, fp32, bf16, fp16")
@@ -44,14 +50,14 @@ class Attention(Product):
     causal: bool = Field(default=True, description="positions look back alone")
 
 
-class Stream(Settings):
+class Stream(Facts):
     """A measured element-wise operation that reads and writes ``bytes``, with every worker of the machine at it."""
 
     bytes: float = Field(gt=0, description="read and written")
     seconds: float = Field(gt=0, description="of one operation")
 
 
-class Function(Settings):
+class Function(Facts):
     """A measured element-wise function whose arithmetic may take longer than its memory traffic."""
 
     name: str = Field(description="as a trace has it, for example gelu")
@@ -60,7 +66,7 @@ class Function(Settings):
     backward_s: float = Field(ge=0, description="of its backward")
 
 
-class Device(Settings):
+class Device(Facts):
     """One device. Rates are per second; shares are of the peak, attainable by the best kernels."""
 
     name: str = Field(description="as its maker calls it")
@@ -111,7 +117,7 @@ def _rising(points: tuple[tuple[float, float], ...]) -> list[tuple[float, float]
     return [(nbytes, _mean(pool)) for pool in pools for nbytes, _ in pool]
 
 
-class Fit(Settings):
+class Fit(Facts):
     """A measured collective of the whole buffer among ``ranks`` ranks: the line latency_s + bytes / bytes_per_s, and
     the points that it was fitted to, which go before it: caches, page faults and a link's bursts are in them."""
 
@@ -135,7 +141,7 @@ class Fit(Settings):
         return above[1] + (nbytes - above[0]) * slope
 
 
-class Link(Settings):
+class Link(Facts):
     """What connects devices at one level. A ring's time follows from latency and bandwidth; ``fits`` are measured."""
 
     name: str = Field(default="", description="for example NVLink 4 or InfiniBand NDR")
@@ -146,7 +152,7 @@ class Link(Settings):
     fits: tuple[Fit, ...] = Field(default=(), description="measured collectives, which go before the ring's formula")
 
 
-class Cluster(Settings):
+class Cluster(Facts):
     """``nodes`` nodes of ``devices_per_node`` devices; ranks fill a node before the next."""
 
     name: str = Field(description="preset or what was measured")
@@ -198,6 +204,11 @@ class Cluster(Settings):
             )
         if not self.device.flops_per_s:
             found.append("device.flops_per_s is empty; give the matrix peak of a precision, for example fp32 = 1e12")
+        found += [
+            f"device.flops_per_s.{precision} = {rate:g} is no rate; give the matrix peak, or leave {precision} out"
+            for precision, rate in self.device.flops_per_s.items()
+            if rate <= 0
+        ]
         return found
 
     def to_toml(self) -> str:

@@ -49,7 +49,8 @@ class Planned:
     def __post_init__(self) -> None:
         whole = next(iter(self.search.profiles.values()))
         peak = self.cluster.device.flops_per_s[self.question.precision]  # priced already, so it is there
-        self.work = Work(self.sketch.name, self.sketch.parameters, whole.tokens, whole.model_flops, peak)
+        traced = bool(self.sketch.blueprint.operations)
+        self.work = Work(self.sketch.name, self.sketch.parameters, whole.tokens, whole.model_flops, peak, traced)
 
     @property
     def plan(self) -> Plan:
@@ -79,7 +80,7 @@ class Planned:
         told = []
         if self.best:
             fastest, *others = self.best
-            told.append(explain.binds(fastest, self.free, self.cluster))
+            told.append(explain.binds(fastest, self.free, self.cluster) if self.work.traced else explain.UNTRACED)
             told += [f"Runner-up: {explain.lost(fastest, other)}." for other in others[:1]]
             told += [explain.obvious(fastest, each, self.cluster) for each in self.tried]
         else:
@@ -103,7 +104,7 @@ class Planned:
                 "2 x 16 after a mesh: micro-batches a rank takes in a step x samples in each.",
                 "MFU: 3 x a forward's model FLOPs (attention in full, recompute not counted) over the matrix peak.",
                 "",
-                explain.step_text(self.best[0].cost),
+                ("" if work.traced else "known: ") + explain.step_text(self.best[0].cost),
                 explain.memory_text(self.best[0].memory, self.cluster),
                 "",
             ]
@@ -125,13 +126,14 @@ class Planned:
         }
 
     def found_json(self, found: Found) -> dict[str, Any]:
-        """One plan in plain values."""
+        """One plan in plain values; rates None where the step is not known."""
+        rates = explain.rates(found.candidate, found.cost.step_s, self.work)
         return {
             "plan": self.as_plan(found.candidate).model_dump(mode="json"),
             "step_s": found.cost.step_s,
             "parts": found.cost._asdict(),
             "memory": {**found.memory._asdict(), "total_bytes": found.memory.total_bytes},
-            **explain.rates(found.candidate, found.cost.step_s, self.work)._asdict(),
+            **{name: value if self.work.traced else None for name, value in rates._asdict().items()},
         }
 
 

@@ -23,7 +23,7 @@ from shoal.launch.answer import Planned, answer
 from shoal.launch.sketch import sketch_apart
 from shoal.monitor.events import read_events
 from shoal.monitor.summary import PARTS as MEASURED
-from shoal.plan.candidate import Cost
+from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.explain import EQUAL, PASSES, gib, layout, seconds, slower
 from shoal.plan.memory import peak
 from shoal.plan.mesh import Mesh
@@ -141,6 +141,8 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
     if not planned.best:
         told = "\n".join(planned.sentences())
         raise ConfigError(f"{told}\n--mesh replicate={cluster.world} runs it all the same")
+    if not planned.work.traced:
+        return _untraced(planned, settings)
     ranked = sorted(planned.best, key=lambda found: _corrected(found.cost, ratios))
     chosen, plain = ranked[0], _plain(planned)
     best_s = _corrected(chosen.cost, ratios)
@@ -158,6 +160,24 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
     )
     flops = planned.work.model_flops or None
     return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file, flops)
+
+
+def _untraced(planned: Planned, settings: RunSettings) -> Decision:
+    """Plain data parallel where its state fits, else what holds least of it; of its step nothing is foretold, nor is
+    anything learned of it."""
+    chosen = _plain(planned) or min(planned.best, key=lambda found: found.memory.total_bytes)
+    room = gib(planned.cluster.device.memory_bytes)
+    plan = planned.as_plan(_whole(chosen, settings.micro_batch))
+    head = f"layout: {plan.mesh}; its state alone needs {gib(chosen.memory.total_bytes)} of {room} a worker"
+    return Decision(_with(plan, settings), (head, f"why: no step can be foretold: {'; '.join(planned.sketch.notes)}"))
+
+
+def _whole(found: Found, micro_batch: int | None) -> Candidate:
+    """A plan at the micro-batch that was asked for, or without cutting the batch."""
+    own = found.candidate
+    samples = own.micro_batch * own.accumulation
+    wanted = micro_batch or samples
+    return own._replace(micro_batch=wanted, accumulation=samples // wanted)
 
 
 def _why(planned: Planned, chosen: Found, plain: Found | None, ratios: Mapping[str, float]) -> str:
@@ -195,11 +215,9 @@ def _uncut(planned: Planned, plain: Found, micro_batch: int | None) -> Found | N
     """Plain data parallel at the micro-batch that was asked for, or without cutting the batch where that fits: which
     one computes fastest is beyond what a quick measurement tells. None where the one asked for does not fit."""
     own, search = plain.candidate, planned.search
-    samples = own.micro_batch * own.accumulation
-    wanted = micro_batch or samples
-    made = own._replace(micro_batch=wanted, accumulation=samples // wanted, recompute="none")
+    made = _whole(plain, micro_batch)._replace(recompute="none")
     memory = peak(search.profiles[1, False], made, planned.cluster.device)
-    if samples % wanted or memory.total_bytes > search.usable_bytes:
+    if made.global_batch != own.global_batch or memory.total_bytes > search.usable_bytes:
         return None if micro_batch else plain
     return Found(made, search.prices[1, False].price(made), memory)
 
@@ -278,12 +296,20 @@ def _peak_flops_per_s(run: Run, nodes: int) -> float | None:
 
 def read_ratios(path: Path) -> dict[str, float]:
     """What earlier runs measured over what was predicted for them, by part."""
+    return _learned(path)[1]
+
+
+def _learned(path: Path) -> tuple[int, dict[str, float]]:
+    """How many runs were learned from, and the ratios; a file that holds anything else taught nothing."""
     try:
         values = json.loads(path.read_text())
+        runs = int(values["runs"])
         found = {name: float(values["ratios"][name]) for name in TOGETHER if name in values["ratios"]}
-        return {name: _bounded(ratio) for name, ratio in found.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0, {}
+    if runs < 1 or not all(math.isfinite(ratio) for ratio in found.values()):
+        return 0, {}
+    return runs, {name: _bounded(ratio) for name, ratio in found.items()}
 
 
 def _bounded(ratio: float) -> float:
@@ -292,8 +318,8 @@ def _bounded(ratio: float) -> float:
 
 def learn(path: Path, predicted: Mapping[str, float], found: Mapping[str, float]) -> None:
     """Keep by how much a run's parts were off: the geometric mean over the last runs."""
-    ratios = read_ratios(path)
-    runs = min(MOST_RUNS, json.loads(path.read_text())["runs"] + 1 if path.exists() and ratios else 1)
+    before, ratios = _learned(path)
+    runs = min(MOST_RUNS, before + 1)
     for name, value in predicted.items():
         if value > SMALLEST_SHARE * sum(predicted.values()) and found[name] > 0:
             now = _bounded(ratios.get(name, 1.0) * found[name] / value)

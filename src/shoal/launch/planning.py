@@ -111,7 +111,11 @@ def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> Tol
     """What else was asked. Raises ConfigError."""
     checked(extras, file)
     told = Told([], {})
-    if extras.price is not None and planned.best:
+    if extras.price is not None and planned.best and not planned.work.traced:
+        told.add(
+            "price", ["What a run costs is not known: the model cannot be traced, so how long it takes is not."], None
+        )
+    elif extras.price is not None and planned.best:
         told.add("price", cost_lines(planned, extras.price), cost_values(planned, extras.price))
     if extras.compare is not None:
         found = [priced(planned, Plan.read(path), path) for path in extras.compare]
@@ -140,7 +144,11 @@ def _scale(told: Told, planned: Planned, worlds: Sequence[int], plot: str | None
         drawing = scale.picture(points, planned.work, planned.cluster)
         picture.save(drawing, plot, planned.work.name, "\n".join([*planned.lines()[:2], "", *lines]))
     values = [
-        {"world": point.world, "why": point.why, "efficiency": point.found and scale.efficiency(points, point)}
+        {
+            "world": point.world,
+            "why": point.why,
+            "efficiency": scale.efficiency(points, point) if point.found and planned.work.traced else None,
+        }
         | (planned.found_json(point.found) if point.found else {})
         for point in points
     ]

@@ -40,13 +40,16 @@ EQUAL = 0.02
 
 
 class Work(NamedTuple):
-    """What a step is for: ``model_flops`` of a whole sample's forward, ``tokens`` of a sample, parameters in all."""
+    """What a step is for: ``model_flops`` of a whole sample's forward, ``tokens`` of a sample, parameters in all.
+    ``traced``: else nothing is known of its arithmetic and activations, and a step takes and holds more than is said.
+    """
 
     name: str
     parameters: int
     tokens: int
     model_flops: float
     peak_flops_per_s: float
+    traced: bool = True
 
 
 class Rates(NamedTuple):
@@ -143,6 +146,13 @@ def slower(step_s: float, best_s: float) -> str:
     return f"{'as good as equal' if share < EQUAL else f'{share:.0%} slower'} ({seconds(step_s)})"
 
 
+#: What plans of a model that was not traced are ranked by, in place of what binds.
+UNTRACED = (
+    "Ranked by what is known without a trace: gradients and shards on the links, the optimizer, and the state's "
+    "memory; a step takes, and holds, what the model computes and keeps on top."
+)
+
+
 def binds(best: Found, free: Found | None, cluster: Cluster) -> str:
     """What keeps the best plan from being faster. ``free``: the best one if memory did not bind."""
     step = best.cost.step_s
@@ -190,16 +200,22 @@ def obvious(best: Found, tried: Tried, cluster: Cluster) -> str:
 def table(found: Sequence[Found], work: Work, cluster: Cluster) -> list[list[str]]:
     """A head and one row for each plan."""
     rows = [["", "plan", "memory", "step", "tokens/s" if work.tokens > 1 else "samples/s", "MFU"]]
+    over = "" if work.traced else "over "
     for number, each in enumerate(found, 1):
         rate = rates(each.candidate, each.cost.step_s, work)
         speed = rate.tokens_per_s if work.tokens > 1 else rate.samples_per_s
         share = each.memory.total_bytes / cluster.device.memory_bytes
         rows.append([
-            str(number), layout(each.candidate), f"{gib(each.memory.total_bytes)} ({share:.0%})",
-            seconds(each.cost.step_s), f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
+            str(number), layout(each.candidate), f"{over}{gib(each.memory.total_bytes)} ({share:.0%})",
+            f"{over}{seconds(each.cost.step_s)}", speed_text(speed, work),
             f"{rate.utilisation:.1%}" if work.model_flops else "unknown",
         ])  # fmt: skip
     return rows
+
+
+def speed_text(speed: float, work: Work) -> str:
+    """Samples or tokens in a second, where the step is known."""
+    return "unknown" if not work.traced else f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shoal.cluster.facts import Cluster
 from shoal.cluster.picture import Panel, Series, drawn
-from shoal.plan.explain import PARTS, Work, aligned, gib, layout, rates, seconds
+from shoal.plan.explain import PARTS, Work, aligned, gib, layout, rates, seconds, speed_text
 from shoal.plan.search import Found
 
 #: A device does less than this share of what it does in the smallest world: scaling is said to break.
@@ -40,9 +40,12 @@ def lines(points: Sequence[Point], work: Work, cluster: Cluster) -> list[str]:
         speed = rate.tokens_per_s if work.tokens > 1 else rate.samples_per_s
         share = point.found.memory.total_bytes / cluster.device.memory_bytes
         rows.append([
-            f"{point.world:,}", f"{speed:,.0f}", f"{efficiency(points, point):.0%}", seconds(point.found.cost.step_s),
+            f"{point.world:,}", speed_text(speed, work),
+            f"{efficiency(points, point):.0%}" if work.traced else "unknown", seconds(point.found.cost.step_s),
             f"{gib(point.found.memory.total_bytes)} ({share:.0%})", layout(point.found.candidate),
         ])  # fmt: skip
+    if not work.traced:
+        return [*aligned(rows), "How it scales is not known: the model cannot be traced, so what it computes is not."]
     return [*aligned(rows), *([breaks(points)] if any(point.found for point in points) else [])]
 
 
