@@ -171,9 +171,7 @@ class Ledger(TorchDispatchMode):
         if entry is not None:
             entry.freed = self.moment
 
-    def operation_ended(
-        self, reads: Sequence[tuple[int | str, Tensor]], gives: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    def operation_ended(self, reads: Sequence[tuple[int | str, Tensor]], gives: Sequence[tuple[int, Tensor]]) -> None:
         """An operation is recorded: it takes these values and parameters, and its results are these values."""
         of: dict[Entry, int] = {}
         for number, tensor in reads:

@@ -31,9 +31,7 @@ def product_flops_per_s(device: Device, precision: str, m: float, k: float, n: f
     return peak * device.matmul_share * reached
 
 
-def attention_flops_per_s(
-    device: Device, precision: str, m: float, k: float, n: float, causal: bool = False
-) -> float:
+def attention_flops_per_s(device: Device, precision: str, m: float, k: float, n: float, causal: bool = False) -> float:
     """Rate of attention of m queries of all heads, k wide, over n keys, counted in full: as of products, of measured
     ones that look back alone or do not, as it does; else the peak's share, twice where kernels leave out the half that
     a causal mask hides."""
