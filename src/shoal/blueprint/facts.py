@@ -58,10 +58,10 @@ class Operation(NamedTuple):
     """One call of a torch function, as the model's code makes it: attention and norms are single operations.
 
     ``arguments`` and ``keywords``: as given, a tensor as ``Ref``. ``flops``: of the forward, a multiply-add counts two
-    (as torch.utils.flop_counter). ``moved_bytes``: of its tensors, as given and taken. ``kept_bytes``: newly kept for backward by
-    autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters left out;
-    ``kept``: these storages. ``launches``: kernels that the forward starts; views start none. ``touches``: what its
-    kernels read and write. ``back_launches`` and the backward's bytes are 0 where none was traced.
+    (as torch.utils.flop_counter). ``moved_bytes``: of its tensors, as given and taken. ``kept_bytes``: newly kept for
+    backward by autograd on this machine's kernels, each storage counted at the operation that first kept it, parameters
+    left out; ``kept``: these storages. ``launches``: kernels that the forward starts; views start none. ``touches``:
+    what its kernels read and write. ``back_launches`` and the backward's bytes are 0 where none was traced.
     """
 
     name: str

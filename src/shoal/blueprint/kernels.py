@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from shoal.blueprint.divided import tensors_of
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, Timeline, Touch, refs
 
 #: Times that scores are read or written, forward and backward, where attention is not fused.
@@ -152,7 +153,7 @@ def _attention(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch,
     given, item = operation.gives[0], _item(operation, blueprint)
     output = blueprint.values[given].bytes
     touches, casts = [Touch(given, 0, 0, output, 2 * output)], 0
-    for place, ref in enumerate(refs((operation.arguments, tuple(value for _, value in operation.keywords)))):
+    for place, ref in enumerate(tensors_of(operation)):
         nbytes = _bytes(ref.of, blueprint)
         if place > 2:
             touches.append(Touch(ref.of, 0, 0, nbytes, nbytes))
@@ -173,8 +174,9 @@ def _scores(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ..
 
 
 def _norm(operation: Operation, blueprint: Blueprint) -> tuple[tuple[Touch, ...], int, int]:
-    touches = [Touch(operation.gives[0], *[blueprint.values[operation.gives[0]].bytes] * 2, 0, 0)]
-    for ref in refs(operation.arguments):
+    output = blueprint.values[operation.gives[0]].bytes
+    touches = [Touch(operation.gives[0], output, output, 0, 0)]
+    for ref in tensors_of(operation):
         nbytes = _bytes(ref.of, blueprint)
         touches.append(Touch(ref.of, nbytes, 2 * nbytes, 0, 0))
     return tuple(touches), 1, 2
