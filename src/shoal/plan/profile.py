@@ -102,8 +102,9 @@ class Holding(NamedTuple):
 class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks: recomputed and sharded as a unit. ``carried_bytes``: per sample, what crosses a cut before it, one
-    way. ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``:
-    of the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
+    way. ``handed_bytes``: (per sample, fixed) what crosses besides, forward only, as it needs no gradient.
+    ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``: of
+    the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
     bytes are known.
     """
@@ -119,6 +120,7 @@ class Block(NamedTuple):
     buffer_bytes: float = 0
     holding: Holding | None = None
     waits: float = 0
+    handed_bytes: tuple[float, float] = (0, 0)
 
 
 class Profile(Settings):
