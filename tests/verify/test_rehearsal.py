@@ -99,6 +99,62 @@ def test_peaks_and_traffic_are_as_foretold(mesh, accumulation, more, bound):
             assert -losses <= each.traffic(axis) - nbytes <= one_sum + losses, (axis, nbytes, each.traffic(axis))
 
 
+class Tables(nn.Module):
+    """Factors of positions [T, D] and of samples [B, 1, 1], for the type of ``x`` [B, T, D]; no parameters."""
+
+    def forward(self, x, *, places):
+        angles = torch.arange(x.shape[1])[:, None] / torch.arange(1, x.shape[2] + 1)
+        return angles.cos().to(x.dtype), places.float()[:, None, None].exp()
+
+
+class Turned(nn.Module):
+    """A layer whose result is multiplied by what no parameter is in; [B, T, D] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x, tables):
+        return x + self.inner(self.norm(x)) * tables[0] * tables[1]
+
+
+class Turning(nn.Module):
+    """Blocks which all take the same tables, of a module that is called with the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tables = nn.Embedding(16, 16), Tables()
+        self.blocks = nn.ModuleList(Turned() for _ in range(6))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        tables = self.tables(x, places=ids[:, 0])
+        for block in self.blocks:
+            x = block(x, tables)
+        return self.head(x)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("pipeline", "bound", "more"),
+    [(3, EXACT, {"schedule": "1f1b"}), (2, 0.02, {"schedule": "dualpipev", "chunks": 2})],
+)
+def test_tables_that_cross_from_stage_to_stage_are_foretold(pipeline, bound, more):
+    """What no parameter is in crosses too where a module was asked for it with hidden states: a buffer for each
+    micro-batch on every stage, a copy that goes on, and no gradient that comes back."""
+    words = job(
+        model=Turning, data=Rows([(torch.zeros(24, dtype=torch.long),) * 2] * 64),
+        loss=lambda output, targets: Loss(
+            F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+        ),
+    )  # fmt: skip
+    found = shoal.rehearse(words, mesh=f"pipeline={pipeline}", micro_batch=2, global_batch=8, ranks="distinct", **more)
+    for each in found.ranks:
+        assert abs(each.memory_error) < bound, found.lines()
+        assert abs(each.traffic("pipeline") - each.said.traffic["pipeline"]) <= 1024, "the one sum of a step"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", ["shard=2", "pipeline=2"])
 def test_a_rehearsal_counts_what_real_workers_hold(mesh, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.facts import Blueprint
+from shoal.blueprint.facts import Blueprint, inside
 from shoal.core.errors import ConfigError
 
 
@@ -43,6 +43,19 @@ def owners(blueprint: Blueprint, units: Sequence[str]) -> list[str | None]:
             path = path.rpartition(".")[0]
         found[module] = path if path in known else None
     return [found[op.module] for op in blueprint.operations]
+
+
+def handed_on(blueprint: Blueprint, units: Sequence[str]) -> frozenset[int]:
+    """Values that cross cuts although they depend on no parameter, and so have no gradient: what a unit gives that has
+    parameters or was called with a value that depends on one, as a pipeline runs units whole (rotary tables, for which
+    the hidden states are asked for their dtype), and what is made of it between units."""
+    names = [name for p in blueprint.parameters if not p.buffer for name in (p.name, *p.ties)]
+    takes = {unit for unit in units if unit in blueprint.takers or any(inside(name, unit) for name in names)}
+    found: set[int] = set()
+    for operation, unit in zip(blueprint.operations, owners(blueprint, units), strict=True):
+        if unit in takes or (unit is None and found.intersection(operation.reads)):
+            found.update(value for value in operation.gives if not blueprint.values[value].of_model)
+    return frozenset(found)
 
 
 def carried_bytes(blueprint: Blueprint, at: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -121,7 +121,8 @@ class Blueprint(Settings):
     ``lists``: paths of those that are module lists or sequences, of whatever class.
 
     ``loss``: the operations of the job's loss on the outputs and the ``targets`` (numbers of values), and
-    ``timeline``: what forward, loss and backward hold in memory; both where the loss was traced too.
+    ``timeline``: what forward, loss and backward hold in memory; both where the loss was traced too. ``takers``: paths
+    of modules without parameters that were called with a value that depends on one.
     """
 
     values: tuple[Value, ...]
@@ -135,6 +136,7 @@ class Blueprint(Settings):
     targets: tuple[int, ...] = ()
     timeline: Timeline | None = None
     lists: tuple[str, ...] = ()
+    takers: tuple[str, ...] = ()
 
     def within(self, path: str) -> Iterator[Operation]:
         """The operations of the module ``path`` and of those below it, in order."""
@@ -152,21 +154,29 @@ class Blueprint(Settings):
     def carried_bytes(self) -> tuple[int, ...]:
         """Before each operation, and at the end: bytes of the values that depend on parameters, are there already, and
         are read from then on or given as outputs."""
+        return self.there({value for value in self.first_maker if self.values[value].of_model})
+
+    def there(self, values: Collection[int]) -> tuple[int, ...]:
+        """Of some values, the bytes before each operation, and at the end, that are there already and needed yet."""
         end = len(self.operations)
-        made: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for number, operation in enumerate(self.operations):
-            for value in operation.gives:
-                made.setdefault(value, number)
-            for value in operation.reads:
-                last[value] = number
+        last = {value: number for number, operation in enumerate(self.operations) for value in operation.reads}
         last |= dict.fromkeys(self.outputs, end)
         change = [0] * (end + 2)
-        for value, number in made.items():
-            if self.values[value].of_model and last.get(value, -1) > number:
+        for value in values:
+            number = self.first_maker[value]
+            if last.get(value, -1) > number:
                 change[number + 1] += self.values[value].bytes
                 change[last[value] + 1] -= self.values[value].bytes
         return tuple(accumulate(change[:-1]))
+
+    @cached_property
+    def first_maker(self) -> dict[int, int]:
+        """For each value that an operation gives, the number of the first that does."""
+        found: dict[int, int] = {}
+        for number, operation in enumerate(self.operations):
+            for value in operation.gives:
+                found.setdefault(value, number)
+        return found
 
     @cached_property
     def parameter(self) -> dict[str, Parameter]:

@@ -49,6 +49,7 @@ def trace(
     targets = watcher.taken(fakes, ending.targets) if ending else None
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     hooks = [
+        *watcher.takers_hooks(paths, model),
         nn.modules.module.register_module_forward_pre_hook(lambda module, _: watcher.enter(paths.get(id(module)))),
         nn.modules.module.register_module_forward_hook(
             lambda module, *_: watcher.leave(paths.get(id(module))), always_call=True
@@ -90,7 +91,7 @@ def trace(
         modules={path: type(module).__name__ for path, module in model.named_modules()},
         lists=tuple(p for p, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)),
         loss=operations[end:], targets=tuple(watcher.values_of(targets)),
-        timeline=watcher.ledger.timeline() if loss is not None else None,
+        timeline=watcher.ledger.timeline() if loss is not None else None, takers=tuple(watcher.takers),
     )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ class _Watcher(TorchFunctionMode):
         self.failed: str | None = None  # the innermost module that an error came from
         self.counted_flops = self.counted_launches = 0
         self.newly_kept: list[Entry] = []
+        self.takers: dict[str, None] = {}  # in order
 
     def enter(self, path: str | None) -> None:
         self.stack.append(self.stack[-1] if path is None else path)
@@ -129,6 +131,21 @@ class _Watcher(TorchFunctionMode):
         left = self.stack.pop()
         if self.failed is None and sys.exc_info()[0] is not None:
             self.failed = left
+
+    def takers_hooks(self, paths: dict[int, str], model: nn.Module) -> list[Any]:
+        """Hooks that note which modules without parameters are called with a value that depends on one."""
+
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(self.of_model(tensor) for tensor in tensors((args, kwargs))):
+                self.takers.setdefault(paths[id(module)])
+
+        bare = (module for module in model.modules() if next(module.parameters(), None) is None)
+        return [module.register_forward_pre_hook(note, with_kwargs=True) for module in bare]
+
+    def of_model(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a value that depends on one."""
+        number = self.numbers.get(id(tensor))
+        return isinstance(tensor, nn.Parameter) or (number is not None and self.values[number].of_model)
 
     def taken(self, fakes: FakeTensorMode, value: Any) -> Any:
         """The model's inputs as fake tensors."""
@@ -200,7 +217,7 @@ class _Watcher(TorchFunctionMode):
         reads = tuple(of for of, _ in numbered if isinstance(of, int))
         parameters = tuple(of for of, _ in numbered if isinstance(of, str))
         arguments, keywords = self.plain(tuple(args)), tuple((key, self.plain(v)) for key, v in kwargs.items())
-        of_model = any(isinstance(t, nn.Parameter) for t in taken) or any(self.values[n].of_model for n in reads)
+        of_model = any(self.of_model(tensor) for tensor in taken)
         gives = tuple(self.number(tensor, of_model) for tensor in given)
         flops, launches = self.ledger.flops, self.ledger.launches
         if name == "scaled_dot_product_attention" and flops == self.counted_flops:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.blueprint.cut import carried_bytes, owners, places
+from shoal.blueprint.cut import carried_bytes, handed_on, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
 from shoal.blueprint.kernels import kept_otherwise, on
@@ -104,6 +104,9 @@ class _Maker:
         self.spans = self.cut(units)
         self.listed = frozenset(unit for unit in units if _holder(unit) in blueprint.lists)
         self.repeated = _repeated(blueprint, self.listed)
+        handed = handed_on(blueprint, units)
+        grows = handed & self.of_input
+        self.handed = blueprint.there(grows), blueprint.there(handed - grows)
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -194,6 +197,7 @@ class _Maker:
             made.append(Block(
                 span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
                 carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
+                handed_bytes=self.handed_bytes(span.begin) if number else (0.0, 0.0),
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
@@ -202,6 +206,11 @@ class _Maker:
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
+
+    def handed_bytes(self, at: int) -> Pair:
+        """What crosses before an operation besides, as it needs no gradient."""
+        grows, fixed = self.handed
+        return grows[at] / self.samples, float(fixed[at])
 
     def between(self, span: _Span) -> float:
         """Bytes per sample of the gradients of what operations with trained weights give."""

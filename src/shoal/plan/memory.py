@@ -148,6 +148,26 @@ class _Stage:
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
 
     @cached_property
+    def handed_in(self) -> float:
+        """Bytes that come in besides and need no gradient."""
+        return 0.0 if self.first else self.bytes(self.profile.blocks[self.numbers.start].handed_bytes)
+
+    @cached_property
+    def handed_out(self) -> float:
+        """Bytes that go on besides and need no gradient."""
+        return 0.0 if self.last else self.bytes(self.profile.blocks[self.numbers.stop].handed_bytes)
+
+    @cached_property
+    def through(self) -> float:
+        """Of these what passes through, of which a copy goes on."""
+        return min(self.handed_in, self.handed_out)
+
+    @cached_property
+    def handed(self) -> float:
+        """Of these what the stage made, and keeps for its own backward too."""
+        return self.handed_out - self.through
+
+    @cached_property
     def returns(self) -> float:
         """Bytes of gradients that are sent to the stage before."""
         return self.entering * (not self.previous_here)
@@ -231,12 +251,13 @@ class _Rank:
                 yield total + others + own, others + own, live
             if action.kind == "F":
                 begun[key] = stage.kept - (stage.leaving - stage.sends)
+                sent += stage.through * (not stage.next_here)
             elif action.kind == "I" and not stage.first:
                 begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
                 begun.pop(key, None)
                 done.add(action.stage)
-                sent += stage.sends
+                sent += stage.sends + stage.handed * (not stage.next_here)
             waiting += begun.get(key, 0.0) - own
             alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
             if alone and action.stage not in apart:
@@ -293,7 +314,8 @@ class _Rank:
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.entering + stage.leaving for stage in self.stages.values()) * candidate.accumulation
+        received = sum(stage.entering + stage.handed_in + stage.leaving for stage in self.stages.values())
+        received *= candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
         passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
         inputs = self.profile.input_bytes * candidate.micro_batch * passes

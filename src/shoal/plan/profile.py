@@ -111,6 +111,7 @@ class Holding(NamedTuple):
 class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks, which may be recomputed. ``carried_bytes``: per sample, what crosses a cut before it, one way.
+    ``handed_bytes``: (per sample, fixed) what crosses besides, forward only, as it needs no gradient.
     ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``: of
     the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
@@ -131,6 +132,7 @@ class Block(NamedTuple):
     waits: float = 0
     again_bytes: float = 0
     unit: bool | None = None
+    handed_bytes: tuple[float, float] = (0, 0)
 
 
 class Numbers(NamedTuple):

@@ -66,14 +66,20 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
     for stage in stages:
         inside = (stage - 1 in stages, stage + 1 in stages)
         ends = [
-            made.blocks[starts[at]].carried_bytes
+            _crossing(made.blocks[starts[at]], candidate.micro_batch)
             for at, here in zip((stage, stage + 1), inside, strict=True)
             if 0 < at < len(starts) - 1 and not here
         ]
-        traffic["pipeline"] += 2 * sum(ends) * samples  # values one way, gradients the other
+        traffic["pipeline"] += sum(ends) * candidate.accumulation
     for axis, nbytes in Sharded(made, candidate, numbers).traffic().items():
         traffic[axis] += nbytes
     return flops, {axis: nbytes for axis, nbytes in traffic.items() if nbytes}
+
+
+def _crossing(block: Block, samples: int) -> float:
+    """Bytes that cross before a block for a micro-batch: values one way, the gradients of most the other."""
+    grows, fixed = block.handed_bytes
+    return (2 * block.carried_bytes + grows) * samples + fixed
 
 
 def _forward(block: Block) -> float:
