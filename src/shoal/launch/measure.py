@@ -44,6 +44,11 @@ def measure(
     kind, world = device_kind(), find_world()
     if plot is not None:
         picture.check(plot)
+    for path in (out, plot):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: no such folder; name a file in a folder that is there")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--folder {folder} is no folder; name one on the disk that checkpoints go to")
     chosen = sizes or grid(kind)
     if world is not None:
         if workers not in (None, world.size):
