@@ -8,7 +8,12 @@ import pytest
 import torch
 from tests.harness import RankFailed, run_ranks
 from tests.launch.measuring import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.blueprint.traffic import starts
+from shoal.cluster import operations
 from shoal.cluster.bench import Bench
 from shoal.cluster.facts import Cluster, Collective
 from shoal.cluster.fit import line_error
@@ -50,6 +55,10 @@ def test_two_machines_of_two_ranks(tmp_path):
     ]  # fmt: skip
     assert set(device.flops_per_s) == {"fp32", "fp64"} and 1e6 < device.flops_per_s["fp32"] < 1e14
     assert [stream.bytes for stream in device.streams] == list(sizes.stream_bytes)
+    shapes = [(b * h * t, d, t) for b, h, t, d in sizes.attentions]
+    assert [(a.causal, a.m, a.k, a.n) for a in device.attentions] == [
+        (causal, *shape) for causal in (True, False) for shape in shapes
+    ]
     assert 1e-7 < device.launch_s < 1e-2 and device.overlap_slowdown >= 1
     assert device.optimizer_bytes_per_s > 0 and cluster.disk_bytes_per_s > 0
     assert set(cluster.sources) == {"device", "inside", "between", "disk_bytes_per_s"}
@@ -102,6 +111,40 @@ def test_all_ranks_call_equally_often_and_one_without_a_call_takes_part():
     assert count == other and count > 3
     assert 0 < first < second and second > 0.005
     assert alone > 0 and none == 0
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts calls that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.count += starts(func, any(one.untyped_storage()._cdata not in given for one in made))
+        return result
+
+
+@pytest.mark.unit
+def test_a_chain_starts_as_many_kernels_as_are_counted():
+    call, kernels = operations.chain(CPU)
+    call()  # gradients are there: they are added to
+    with _Kernels() as seen:
+        call()
+    ends = 3  # the sum, its gradient, and adding to the input's
+    assert seen.count == kernels + ends
+
+
+@pytest.mark.unit
+def test_a_product_is_three_kernels_without_the_sum_of_a_bias():
+    def flows(call):
+        with FlopCounterMode(display=False) as counted, _Kernels() as seen:
+            call()
+        return counted.get_total_flops(), seen.count
+
+    flops, kernels = flows(operations.product(CPU, torch.float32, (64, 32, 16)))
+    assert (flops, kernels) == (3 * 2 * 64 * 32 * 16, 3)
 
 
 @pytest.mark.unit

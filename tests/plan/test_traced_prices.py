@@ -28,13 +28,17 @@ def loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
-@pytest.fixture(scope="module")
-def blueprint():
+def traced(half):
     with torch.device("meta"):
         model = GPT(V, WIDTH, LAYERS, HEADS, T)
     ids = torch.zeros(2, T, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
         return trace(model, (ids,), {}, 2, Ending(loss, ids))
+
+
+@pytest.fixture(scope="module")
+def blueprint():
+    return traced(half=True)
 
 
 def units(count=LAYERS):
@@ -62,6 +66,17 @@ def test_a_traced_model_takes_as_long_as_one_of_its_shape(blueprint, name):
         assert seconds(made, device, kind) == pytest.approx(seconds(other, device, kind), rel=0.01)
     mine = sum(seconds(made, device, "memory", ("cross_entropy",)))
     assert mine == pytest.approx(sum(seconds(other, device, "memory", ("loss",))), rel=0.01)
+
+
+def test_in_float32_so_do_its_embedding_and_its_loss():
+    """A lookup reads rows, its backward writes the gradient of the whole table; 8 bytes of a logit and 16 back."""
+    device = preset("h100").device
+    made = profile(traced(half=False), units(), kernels=device.kernels)
+    other = shaped(SHAPE, T, precision="fp32", software=Software(loss_bytes=24))
+    for kind, name, same in (("matmul", (), ()), ("memory", ("embedding",), ("embedding",))):
+        assert seconds(made, device, kind, name) == pytest.approx(seconds(other, device, kind, same), rel=0.01)
+    mine, theirs = (sum(seconds(m, device, "memory", (n,))) for m, n in ((made, "cross_entropy"), (other, "loss")))
+    assert mine == pytest.approx(theirs, rel=0.01)
 
 
 def test_what_a_causal_mask_hides_costs_nothing_where_kernels_skip_it(blueprint):

@@ -13,7 +13,7 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError
 
 #: Counted up when what is measured changes, so that older files are not taken for new ones.
-FORMAT = 2
+FORMAT = 3
 
 
 class Kept(NamedTuple):

@@ -285,7 +285,9 @@ class Share:
         weights = [self.weight("embedding", shape.vocab * self.h / t, shape.vocab / t, tie=self.tie)]
         if shape.learned:
             weights.append(self.weight("positions", shape.learned * self.h, shape.learned, t))
+        dense = shape.vocab * self.h / t * self.width  # the gradient of the whole table is written
         op = self.memory("embedding", self.tokens * self.h, 2)
+        op = op._replace(back_moved_bytes=self.tokens * self.h * self.width, back_fixed_bytes=dense)
         traffic = self.exchange()[1:2] if self.sp else self.exchange()[:1]
         scatter = tuple(one._replace(collective="reduce_scatter", phase="forward") for one in traffic if self.sp)
         return Block(
