@@ -255,11 +255,18 @@ class _Maker:
         return [tuple(of) for of in found]
 
     def traffic(self, span: _Span) -> tuple[Traffic, ...]:
+        """What the tensor group sends. A block that runs again does so up to the last tensor that it keeps (torch's
+        checkpoint stops there, before that operation's kernel): what comes after it is not sent again."""
+        own = [n for n in range(span.begin, span.end) if inside(self.operations[n].module, span.path)]
+        last = max((n for n in own if self.operations[n].kept or self.operations[n].parameters), default=-1)
         return tuple(
-            Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
-            for local in self.local.operations[span.begin : span.end]
-            for move in local.moves
-        )
+            Traffic(
+                "tensor", move.collective, move.phase, move.bytes / self.samples,
+                repeats=number < last or (number == last and move.collective == "all_gather"),
+            )
+            for number in range(span.begin, span.end)
+            for move in self.local.operations[number].moves
+        )  # fmt: skip
 
     def ops(self, span: _Span) -> tuple[Op, ...]:
         return tuple(
