@@ -165,7 +165,7 @@ def test_a_block_that_runs_again_sends_again_up_to_the_last_tensor_that_it_keeps
         ).ranks[0]  # fmt: skip
         counted[recompute], said[recompute] = found.traffic("tensor"), found.said.traffic["tensor"]
     rows = 4 * 16
-    assert 0 <= counted["none"] - said["none"] <= 6 * 4 * rows + 512, "a few figures of each row, and the step's sum"
+    assert abs(counted["none"] - said["none"]) <= 6 * 4 * rows + 512, "figures of each row, the step's sum, norms"
     for recompute in ("selective", "full"):
         assert counted[recompute] - counted["none"] == said[recompute] - said["none"] > 0
 
