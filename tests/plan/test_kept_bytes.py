@@ -20,6 +20,7 @@ from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.positions import shared_positions
 from shoal.blueprint.roles import roles
 from shoal.blueprint.trace import Ending, trace
+from shoal.core.errors import ConfigError
 from shoal.engine.precision import Precision
 from shoal.parallel.pipeline.units import unit_paths
 from shoal.parallel.tensor.apply import apply
@@ -28,7 +29,14 @@ from shoal.plan.from_blueprint import profile
 SAMPLES, BOUND = 4, 0.01
 QUICK = ("gpt2", "MLP-Mixer")
 CELLS = [(family, precision) for family in FAMILIES for precision in ("fp32", "bf16")]
-DIVIDED = [(*cell, shared) for cell in CELLS for shared in (False, True) if cell[0] != "U-Net"]
+#: Families in which no layer's positions can be shared out.
+UNSHARED = ("mixtral", "resnet", "MLP", "MLP-Mixer")
+DIVIDED = [
+    (*cell, shared)
+    for cell in CELLS
+    for shared in (False, True)
+    if cell[0] != "U-Net" and not (shared and cell[0] in UNSHARED)
+]
 #: One of each mechanism: a key-value head that is repeated, packed keys and values, another attention layer, an
 #: autograd function of the model's own, positions gathered through views and anew, a mask that is left out where the
 #: positions that the model numbers itself are one sequence.
@@ -161,6 +169,13 @@ def test_what_runs_on_parts_keeps_what_the_profile_says(family, precision, seque
 @pytest.mark.parametrize(("family", "precision", "sequence_parallel"), DIVIDED)
 def test_kept_bytes_on_a_tensor_rank_of_every_family(family, precision, sequence_parallel):
     check_divided(family, precision, sequence_parallel)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", UNSHARED)
+def test_positions_that_cannot_be_shared_out_are_refused(family):
+    with pytest.raises(ConfigError, match="positions of no layer's output can be shared out over tensor=2"):
+        check_divided(family, "fp32", True)
 
 
 class Attending(nn.Module):

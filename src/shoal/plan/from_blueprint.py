@@ -257,14 +257,19 @@ class _Maker:
         return [tuple(of) for of in found]
 
     def traffic(self, span: _Span) -> tuple[Traffic, ...]:
+        """What the tensor group sends. A block that runs again does so up to the last tensor that it keeps (torch's
+        checkpoint stops there, before that operation's kernel): what comes after it is not sent again."""
+        own = [n for n in range(span.begin, span.end) if inside(self.operations[n].module, span.path)]
+        last = max((n for n in own if self.operations[n].kept or self.operations[n].parameters), default=-1)
         return tuple(
-            Traffic("tensor", move.collective, move.phase, move.bytes / self.samples)
-            for of, local in zip(
-                self.operations[span.begin : span.end], self.local.operations[span.begin : span.end], strict=True
+            Traffic(
+                "tensor", move.collective, move.phase, move.bytes / self.samples,
+                repeats=number < last or (number == last and move.collective == "all_gather"),
             )
-            for move in local.moves
-            if move.phase == "forward" or self.learned.intersection(of.gives)
-        )
+            for number in range(span.begin, span.end)
+            for move in self.local.operations[number].moves
+            if move.phase == "forward" or self.learned.intersection(self.operations[number].gives)
+        )  # fmt: skip
 
     def ops(self, span: _Span) -> tuple[Op, ...]:
         return tuple(

@@ -129,12 +129,18 @@ class _Stage:
 
     @cached_property
     def first_half(self) -> float:
-        """Working bytes of a backward's first half: what waits, and the widest block's own."""
-        widest = max(
-            (self.live(moment, not self.last) - moment.fixed_bytes - self.bytes(held.kept)
-             for held in self.holdings.values() for moment in held.backward), default=0.0,
-        )  # fmt: skip
-        return self.between + max(widest, 0.0)
+        """Working bytes of a backward's first half: of the block that needs most what waits of those after it, its own
+        gradients that wait, and its widest moment. In the last block that moment is the loss's, before any waits."""
+        found, waiting = [0.0], -self.leaving  # the last of them lies in the buffer that it came in
+        for number in reversed(self.numbers):
+            held = self.holdings[number]
+            left, between = self.bytes(held.kept), held.between * self.samples
+            moments = (self.live(moment, not self.last) - moment.fixed_bytes - left for moment in held.backward)
+            widest = max(moments, default=0.0)
+            loss = self.last and number == self.numbers.stop - 1
+            found.append(waiting + (max(widest, between) if loss else max(widest, 0.0) + between))
+            waiting += between
+        return max(found)
 
     @cached_property
     def second_half(self) -> float:

@@ -54,13 +54,15 @@ class Op(NamedTuple):
 
 class Traffic(NamedTuple):
     """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass.
-    ``copies``: of each row, to as many ranks (experts per token): a node needs one of them."""
+    ``copies``: of each row, to as many ranks (experts per token): a node needs one of them. ``repeats``: where of the
+    forward, it is sent again as its block is recomputed."""
 
     axis: ActivationAxis
     collective: str
     phase: Literal["forward", "backward"]
     bytes: float
     copies: int = 1
+    repeats: bool = True
 
 
 class Weight(NamedTuple):

@@ -61,7 +61,7 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
     traffic = defaultdict[str, float](float)
     for number in numbers:
         for each in made.blocks[number].traffic:
-            times = 1 + (number in again and each.phase == "forward")
+            times = 1 + (number in again and each.phase == "forward" and each.repeats)
             traffic[each.axis] += each.bytes * samples * times
     for stage in stages:
         inside = (stage - 1 in stages, stage + 1 in stages)
