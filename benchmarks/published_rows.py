@@ -147,7 +147,7 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
 
 def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, cluster: Cluster) -> tuple[Candidate, ...]:
     """What the row leaves open, least recomputation and largest micro-batch first. Raises Skip."""
-    share = recomputed(row, found.name == "megatron")
+    share = recomputed(row, found.name.startswith("megatron"))
     notes, states = row["notes"].lower(), found.states
     if found.name == "mosaic" and row["precision"] == "bf16":
         states = states._replace(reduce=2)  # MosaicML's PURE: gradients too travel in bf16

@@ -64,9 +64,11 @@ _COMPILED = Software()
 #: Its products: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B, Llama 3.1 8B
 #: to 405B and Nemotron-4 340B in NeMo (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
 HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
+#: Megatron-LM alone: for GPT-3 175B its README has 47 % of the peak where NeMo has 53.5 %.
+HOPPER_PLAIN = HOPPER | {"matmul_share": 0.74}
 _MEGATRON = System(
     "megatron", Software(kernels=30, grouped=0.8, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper=HOPPER,
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=0.1 * 2**30, hopper=HOPPER_PLAIN,
     first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
@@ -96,7 +98,7 @@ SYSTEMS = (
         first_word=("megatron-deepspeed", "vtrain"),
     ),
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
-    _MEGATRON._replace(overlap_tensor=True, splits_positions=True, first_word=("nemo", "megatron-bridge", "megascale")),
+    _MEGATRON._replace(overlap_tensor=True, splits_positions=True, hopper=HOPPER, first_word=("nemo", "megatron-bridge", "megascale")),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
@@ -121,7 +123,14 @@ def system(row) -> System:
     compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
     if found.name == "fsdp" and compiled and row["compile"].lower() != "no":
         found = COMPILED._replace(states=found.states)
-    if found.name == "megatron" and "V100" in row["gpu"].upper():  # its fused attention needs an A100
+    alone = re.search("select|attn|attention", row["recompute"].lower())
+    named = re.search(r"recompute ([^;]+)", row["notes"])  # which modules are
+    others = named is not None and not re.search("attn|attention", named[1])
+    if found.name.startswith("megatron") and alone and not others:
+        found = found._replace(software=found.software._replace(again=True))
+    if found.name == "megatron-deepspeed" and "bf16" in row["precision"]:
+        found = found._replace(states=States(2, 0, 6, 12, 4))  # DeepSpeed adds bf16 gradients up in float32
+    if "V100" in row["gpu"].upper() and "flash" not in row["notes"].lower():  # fused attention needs an A100
         found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
 

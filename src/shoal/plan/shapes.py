@@ -83,7 +83,8 @@ class Software(NamedTuple):
     """What a training system's kernels do. Tensors of (tokens, width) that are read and written in a forward: by a
     ``norm``, by an ``activation`` (gated), by adding to the ``residual``, by rotating
     (``rope``), per attention score (``scores``, where attention is not fused: ``flash``). ``skips``: fused attention
-    leaves out what the causal mask hides.
+    leaves out what the causal mask hides. ``again``: attention alone is computed again in backward, and keeps no
+    scores (selective recomputation, https://arxiv.org/abs/2205.05198).
     ``norm_kept``, ``activation_kept``: such tensors kept for backward; ``loss_kept`` bytes per logit. ``loss_bytes``:
     moved per logit, forward and backward. ``casts``: a product's operands read and written to be cast to fp8 or fp4.
     ``grouped``: rate of experts' products over a whole product's. ``kernels``: starts per layer in a forward, in which
@@ -93,6 +94,7 @@ class Software(NamedTuple):
 
     flash: bool = True
     skips: bool = True
+    again: bool = False
     regathers: bool = True
     dropout: bool = False
     norm: float = 2
