@@ -135,12 +135,14 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
             raise Skip("number of devices not published")
         numbers = re.search(r"((?:\d+/)+\d+) H100", row["notes"])
         world = int(numbers[1].split("/")[0]) if numbers else tensor * pipeline * context
-    world = int(world or data * tensor * pipeline * context)
+    world = int(world or (data or 1) * tensor * pipeline * context)
     ranks = max(1, world // (tensor * pipeline * context))
     group = re.search(r"zero1 group=(\d+)", row["notes"])
     shard = {"none": 1, "hsdp": min(8, ranks)}.get(layout, int(group[1]) if group else ranks)
     shard = math.gcd(shard, ranks)
-    level = {"none": 1, "zero1": 1, "zero2": 2}.get(layout, 2 if pipeline > 1 else 3)  # in a pipeline weights stay gathered
+    level = {"none": 1, "zero1": 1, "zero2": 2}.get(
+        layout, 2 if pipeline > 1 else 3
+    )  # in a pipeline weights stay gathered
     mesh = Mesh(pipeline=pipeline, replicate=ranks // shard, shard=shard, context=context, tensor=tensor)
     return mesh, level, world
 

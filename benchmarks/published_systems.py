@@ -24,7 +24,7 @@ class System(NamedTuple):
     ``recompute_steps``: quarters of all layers that it recomputes at most. ``workspace_bytes``: on every device, beyond
     tensors. ``overlap_tensor``, ``gradient_buffers``, ``blocking_s``: as a Candidate's; the last holds where
     ``in_place`` says. ``hopper``: constants of the H100 and H200 that its kernels
-    reach, where they are not PyTorch's. ``splits_positions``: tensor ranks share positions out, where a row does not say."""
+    reach, where they are not PyTorch's. ``splits_positions``: tensor ranks share positions out unless a row says no."""
 
     name: str
     software: Software
@@ -61,8 +61,8 @@ _COMPILED = Software()
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
 #: step); workspaces: of cuBLAS and Transformer Engine, median over the golden values.
-#: Its products: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B, Llama 3.1 8B
-#: to 405B and Nemotron-4 340B in NeMo (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
+#: Products in NeMo: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B,
+#: Llama 3.1 8B to 405B and Nemotron-4 340B (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
 HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
 #: Megatron-LM alone: for GPT-3 175B its README has 47 % of the peak where NeMo has 53.5 %.
 HOPPER_PLAIN = HOPPER | {"matmul_share": 0.74}
@@ -98,7 +98,9 @@ SYSTEMS = (
         first_word=("megatron-deepspeed", "vtrain"),
     ),
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products.
-    _MEGATRON._replace(overlap_tensor=True, splits_positions=True, hopper=HOPPER, first_word=("nemo", "megatron-bridge", "megascale")),
+    _MEGATRON._replace(
+        overlap_tensor=True, splits_positions=True, hopper=HOPPER, first_word=("nemo", "megatron-bridge", "megascale")
+    ),
     _MEGATRON,
     # Cross-entropy fused: bf16 logits and their gradient are all that is kept.
     System("mosaic", Software(skips=False, loss_kept=4), States(4, 2, 4, 8), first_word=("mosaic", "llm-foundry")),
@@ -191,7 +193,12 @@ def stated_bytes(row) -> int | None:
 
 @cache
 def hardware(
-    name: str, per_node: int, node_bytes_per_s: float | None, efa: bool, world: int, left: float = 1.0,
+    name: str,
+    per_node: int,
+    node_bytes_per_s: float | None,
+    efa: bool,
+    world: int,
+    left: float = 1.0,
     memory_bytes: int | None = None,
 ) -> Cluster:
     """``world`` devices of a preset, ``per_node`` to a node; its network's speed and the device's memory where they are

@@ -61,7 +61,9 @@ class Device(Settings):
     matmul_share: float = Field(gt=0, le=1, description="share of the peak that a large matrix product reaches")
     matmul_half: float = Field(default=0, ge=0, description="length of a dimension that halves a product's share")
     matmul_wave: float = Field(
-        default=0, ge=0, description="numbers of a product that all multiprocessors make at once, a tile each; 0: unknown"
+        default=0,
+        ge=0,
+        description="numbers of a product that all multiprocessors make at once, a tile each; 0: unknown",
     )
     attention_share: float = Field(gt=0, le=1, description="share of the peak that fused attention reaches")
     memory_bytes_per_s: float = Field(gt=0, description="memory bandwidth")

@@ -33,7 +33,11 @@ def product_flops_per_s(device: Device, precision: str, m: float, k: float, n: f
     half = device.matmul_half
     long = half * max(1.0, peak / device.flops_per_s.get("bf16", peak))
     parts = ((m * n, LOST_WAVES * device.matmul_wave),) if device.matmul_wave else ((m, half), (n, half))
-    return peak * device.matmul_share * math.prod(size / (size + lost) for size, lost in ((k, long), *parts) if size + lost)
+    return (
+        peak
+        * device.matmul_share
+        * math.prod(size / (size + lost) for size, lost in ((k, long), *parts) if size + lost)
+    )
 
 
 def attention_flops_per_s(device: Device, precision: str, m: float, k: float, n: float) -> float:
