@@ -88,5 +88,5 @@ def precision(row, device: Device) -> str:
         raise Skip(f"precision {row['precision']}")
     if re.fullmatch(r"(fp|float)?[- ]?32([- ](true|full))?|full precision", text):
         return "fp32"
-    old = re.search(r"fp16|(?<!b)float16|\bhalf\b", text) and not re.search("bf16|bfloat16", text)
+    old = re.search(r"fp16|float16|\bhalf\b", text) and not re.search("bf16|bfloat16", text)
     return "fp16" if old or "bf16" not in device.flops_per_s else "bf16"
