@@ -34,6 +34,10 @@ from shoal.plan.transformer import model_flops, profile
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = {"model", "gpu"}
+#: Where a row says that its rate is that of all devices.
+TOTAL = re.compile(
+    r"tokens[^;]*\b(in total|of all|over all|all gpus)|(total|aggregate|global) (tokens|throughput)", re.I
+)
 
 
 class Outcome(NamedTuple):
@@ -129,7 +133,7 @@ def measured(case: Case, candidate: Candidate) -> float | None:
         return value
     tokens = candidate.global_batch * case.tokens / candidate.world
     if kind == "tokens_per_s_per_gpu":
-        return tokens / value
+        return tokens / (value / candidate.world if TOTAL.search(case.row["notes"]) else value)
     if kind == "mfu":
         value = value / 100 * half_precision_flops_per_s(case.cluster.device) / 1e12
     return tokens * flops_per_token(case, candidate) / (value * 1e12)
@@ -144,8 +148,8 @@ def flops_per_token(case: Case, candidate: Candidate) -> float:
     """Of forward and backward, by the row's convention: 6N + 12Lhs, causal half, or with recomputation."""
     notes, shape = case.row["notes"], case.shape
     again = 4 / 3 if "HARDWARE" in notes and candidate.recompute == "full" else 1.0
-    if "12Lhs" in notes and number(case.row, "params_b"):
-        return again * (6e9 * number(case.row, "params_b") + 12 * shape.layers * shape.hidden * case.tokens)
+    if "12Lhs" in notes and (billions := number(case.row, "params_b")):
+        return again * (6e9 * billions + 12 * shape.layers * shape.hidden * case.tokens)
     half = "half" in notes or "Megatron-core" in notes or case.system.name == "megatron"
     return again * 3 * model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
 

@@ -1,7 +1,6 @@
 """What the cells of a published row say, however they are spelled: numbers, yes or no, sharding, precision,
 recomputation."""
 
-import math
 import re
 
 from published_systems import Skip
@@ -28,13 +27,17 @@ def clean(cell) -> str:
     return "" if text.lower() in NOTHING else text
 
 
+#: A number at a cell's start, and what multiplies it.
+NUMBER = re.compile(r"[~≈<>≤≥ ]*(-?\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?) ?([kKM])?(?![\w.])")
+
+
 def number(row, name, default=None):
-    """A cell as a number, ``default`` where it is empty or no number."""
-    try:
-        value = float(row.get(name, "").replace(",", "").lstrip("~≈<> ").rstrip("% "))
-    except ValueError:
+    """A cell as a number, ``default`` where it is empty or no number. Positions are counted in 1024s."""
+    found = NUMBER.match(row.get(name, ""))
+    if not found:
         return default
-    return value if math.isfinite(value) else default
+    thousand = 1024 if name == "seq_len" else 1000
+    return float(found[1].replace(",", "")) * thousand ** " kM".index((found[2] or " ").replace("K", "k"))
 
 
 def whole(row, name, default=1) -> int:
@@ -66,8 +69,8 @@ def recomputed(row, attention_alone: bool = False) -> float | None:
     cell, hardware = row["recompute"].lower(), re.search(r"HFU ([\d.]+)", row["notes"])
     if says(row, "recompute") is False:
         return 0.0
-    if hardware and number(row, "mfu") and cell:
-        return min(1.0, max(0.0, 3 * (float(hardware[1]) / number(row, "mfu") - 1)))
+    if hardware and cell and (model := number(row, "mfu")):
+        return min(1.0, max(0.0, 3 * (float(hardware[1]) / model - 1)))
     if share := re.fullmatch(r"([\d.]+) ?%", cell):
         return min(1.0, float(share[1]) / 100)
     if re.search(r"select|partial|attn|attention|\bsac\b|\bop\b", cell):
@@ -85,5 +88,5 @@ def precision(row, device: Device) -> str:
         raise Skip(f"precision {row['precision']}")
     if re.fullmatch(r"(fp|float)?[- ]?32([- ](true|full))?|full precision", text):
         return "fp32"
-    old = re.search(r"fp16|float16|\bhalf\b", text) and "bf16" not in text
+    old = re.search(r"fp16|float16|\bhalf\b", text) and not re.search("bf16|bfloat16", text)
     return "fp16" if old or "bf16" not in device.flops_per_s else "bf16"

@@ -140,7 +140,7 @@ def mesh_of(row) -> tuple[Mesh, int, int]:
             raise Skip("number of devices not published")
         numbers = re.search(r"((?:\d+/)+\d+) H100", row["notes"])
         world = int(numbers[1].split("/")[-1]) if numbers else tensor * pipeline * context
-    world = int(world or data * tensor * pipeline * context)
+    world = int(world or (data or 1) * tensor * pipeline * context)
     ranks = max(1, world // (tensor * pipeline * context))
     group = re.search(r"zero1 group=(\d+)", row["notes"])
     shard = {"none": 1, "hsdp": min(8, ranks)}.get(layout, int(group[1]) if group else ranks)
@@ -196,7 +196,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
 
 def shares(row, found: System) -> list[float]:
     """Shares of the layers that may have been recomputed, the least first."""
-    share = recomputed(row, found.name == "megatron")
+    share = recomputed(row, found.name.startswith("megatron"))
     if share == 0.5 and row["recompute"] == "selective":
         share = found.selective
     share = found.recomputed if share is None else share

@@ -78,12 +78,14 @@ _COMPILED = Software(expands=True, loss_kept=12)
 #: https://github.com/stas00/ml-engineering/blob/744d01e1/insights/when-to-upgrade-gpus/README.md (447 TFLOP/s in a
 #: step); workspaces: of cuBLAS (8 MiB, since Hopper 32) and Transformer Engine (4 MiB, 32: cpp_extensions/gemm.py), and
 #: 48 MiB that the golden values show besides on both.
-#: Its products: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B, Llama
-#: 3.1 8B to 405B and Nemotron-4 340B in NeMo (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
+#: Products in NeMo: the best measured rate (compute/accelerator/README.md#L354 there); their half fits GPT-3 175B,
+#: Llama 3.1 8B to 405B and Nemotron-4 340B (https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd).
 HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
+#: Megatron-LM alone: for GPT-3 175B its README has 47 % of the peak where NeMo has 53.5 %.
+HOPPER_PLAIN = HOPPER | {"matmul_share": 0.74}
 _MEGATRON = System(
     "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER,
+    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER_PLAIN,
     first_word=("megatron",),
 )  # fmt: skip
 SYSTEMS = (
@@ -115,7 +117,7 @@ SYSTEMS = (
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
     # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
     _MEGATRON._replace(
-        states=States(2, 0, 2, 12), overlap_tensor=True, splits_positions=True, offloads=True,
+        states=States(2, 0, 2, 12), overlap_tensor=True, splits_positions=True, offloads=True, hopper=HOPPER,
         first_word=("nemo", "megatron-bridge", "megascale"),
     ),
     _MEGATRON,
@@ -170,7 +172,14 @@ def system(row) -> System:
     elif found.name in ("fsdp", "torchtune") and row["recompute"] == "selective" and "block" not in row["notes"]:
         kept = {"norm_kept": _COMPILED.norm_kept, "activation_kept": _COMPILED.activation_kept}  # results of products
         found = found._replace(software=found.software._replace(**kept))
-    if found.name == "megatron" and "V100" in row["gpu"].upper():  # its fused attention needs an A100
+    alone = re.search("select|attn|attention", row["recompute"].lower())
+    named = re.search(r"recompute ([^;]+)", row["notes"])  # which modules are
+    others = named is not None and not re.search("attn|attention", named[1])
+    if found.name.startswith("megatron") and alone and not others:
+        found = found._replace(software=found.software._replace(again=("attention",)))
+    if found.name == "megatron-deepspeed" and "bf16" in row["precision"]:
+        found = found._replace(states=States(2, 0, 6, 12, 4))  # DeepSpeed adds bf16 gradients up in float32
+    if "V100" in row["gpu"].upper() and "flash" not in row["notes"].lower():  # fused attention needs an A100
         found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
 
@@ -178,7 +187,8 @@ def system(row) -> System:
 #: What tables call the parts of a layer that are computed again.
 AGAIN = {
     "norm": "layernorm", "layernorm": "layernorm", "act": "act", "moe_act": "act", "moe": "moe", "mlp": "mlp",
-    "shared_expert": "shared", "shared_experts": "shared",
+    "shared_expert": "shared", "shared_experts": "shared", "attn": "attention", "attention": "attention",
+    "core_attn": "attention",
 }  # fmt: skip
 
 
@@ -187,7 +197,9 @@ def with_notes(found: System, notes: str) -> System:
     software, states = found.software, found.states
     if said := re.search(r"recompute ((?:[a-z_]+[,+ ]+)*[a-z_]+)", notes):
         software = software._replace(
-            again=tuple(sorted({AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN}))
+            again=tuple(
+                sorted({*software.again, *(AGAIN[part] for part in re.split("[,+ ]+", said[1]) if part in AGAIN)})
+            )
         )
     if re.search("transformer-impl=local|not fused|eager attention|(without|no) flash", notes):
         software = software._replace(flash=False, dropout=True)

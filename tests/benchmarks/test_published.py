@@ -12,22 +12,11 @@ HERE = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(HERE))
 
 import published  # noqa: E402
-from published_rows import (  # noqa: E402
-    by_count,
-    clean,
-    doubt,
-    from_cells,
-    mesh_of,
-    number,
-    read,
-    recomputed,
-    rows,
-    schedule_of,
-    starts,
-    whole,
-)
-from published_systems import Skip, cut, device_name, network, system, with_notes  # noqa: E402
+from published_cells import clean, number, precision, recomputed, says, sharding, whole  # noqa: E402
+from published_rows import batches, by_count, doubt, from_cells, mesh_of, read, rows, schedule_of, starts  # noqa: E402
+from published_systems import Skip, cut, device_name, network, stated_bytes, system, with_notes  # noqa: E402
 
+from shoal.cluster.presets import preset  # noqa: E402
 from shoal.plan.shapes import Shape  # noqa: E402
 
 pytestmark = pytest.mark.unit
@@ -80,6 +69,8 @@ def test_a_row_becomes_a_plan_on_its_hardware():
         ({"notes": "baseline (unpacked); cumulative"}, "length of samples not published"),
         ({"pp": "64", "vp": "1", "n_gpus": "512", "dp": "1"}, "more stages than layers"),
         ({"section": "estimator output (ANALYTIC)", "peak_memory_gib": "3"}, "an estimate, not measured"),
+        ({"sharding": "by hand"}, "sharding by hand"),
+        ({"precision": "tf32"}, "precision tf32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -95,10 +86,25 @@ def test_a_word_that_contains_efa_names_no_network():
 
 @pytest.mark.parametrize(
     ("cell", "value"),
-    [("", 7), ("nan", 7), ("inf", 7), ("x", 7), ("1,024", 1024), ("~5.5", 5.5), ("40 %", 40), ("-3", -3)],
+    [
+        ("", 7),
+        ("nan", 7),
+        ("inf", 7),
+        ("x", 7),
+        ("1,024", 1024),
+        ("~5.5", 5.5),
+        ("40 %", 40),
+        ("-3", -3),
+        ("4x8", 7),
+        ("64 GPUs", 64),
+        ("5k", 5000),
+        ("1.5 M", 1.5e6),
+        ("2e3", 2000),
+    ],
 )
 def test_cells_are_numbers_or_nothing(cell, value):
     assert number({"a": cell}, "a", 7) == value
+    assert number({"seq_len": "8K"}, "seq_len") == 8192
     assert number({}, "a") is None
     assert whole({"a": cell}, "a", 7) == max(1, int(value))
     assert (clean(" N/A "), clean("none"), clean(None)) == ("", "none", "")
@@ -169,8 +175,8 @@ def test_a_shape_is_made_up_from_the_number_of_parameters():
 
 def test_devices_by_their_kinds():
     kinds = {"H100-PCIe 80GB": "h100-pcie", "V100-SXM2-16GB": "v100-16gb", "GH200": "h200", "A800-80GB": "a100-80gb"}
-    for name, preset in kinds.items():
-        assert device_name(row(gpu=name)) == preset
+    for name, known in kinds.items():
+        assert device_name(row(gpu=name)) == known
     assert [cut(row(gpu=name)) for name in ("A800", "H800", "H100")] == pytest.approx([2 / 3, 4 / 9, 1])
     slow, whole_ = read(row(gpu="H800")).cluster, read(row()).cluster
     assert slow.inside.bytes_per_s == pytest.approx(whole_.inside.bytes_per_s * 4 / 9)
@@ -183,6 +189,8 @@ def test_attention_on_hopper_is_as_fast_as_the_systems_kernels():
     runs = (("NVIDIA NeMo", "H100"), ("Megatron-LM", "H200"), ("FSDP", "H100"), ("NeMo", "A100"))
     shares = [read(row(source=source, gpu=gpu)).cluster.device.attention_share for source, gpu in runs]
     assert shares == [0.452, 0.452, 0.35, 0.645]
+    shares = [read(row(source=source, gpu=gpu)).cluster.device.matmul_share for source, gpu in runs]
+    assert shares == [0.803, 0.74, 0.67, 0.84]
     assert read(row(notes="1f1b A2A overlap")).candidates[0].overlap_expert
     assert not read(row(notes="A2A dispatcher")).candidates[0].overlap_expert
 
@@ -231,8 +239,11 @@ def test_hardware_over_model_flops_say_how_much_was_recomputed():
 def test_what_a_row_leaves_open_is_the_least_that_fits():
     small = read(row(recompute="", tp="1", pp="1", vp="", n_gpus="8", dp="8", sharding="zero3", micro_batch=""))
     candidate, needed, fits = published.choose(small)
-    assert fits and max(needed) < 80e9
-    assert (candidate.keep, candidate.micro_batch) == (0.75, 1)
+    device = small.cluster.device
+    assert fits and max(needed) < device.memory_bytes - device.reserved_bytes
+    assert candidate.keep == 0.75
+    less = [one for one in small.candidates if one.micro_batch > candidate.micro_batch and one.keep == 0.75]
+    assert less and min(max(published.memory(small, one)) for one in less) > device.memory_bytes - device.reserved_bytes
     large = read(row(recompute="", tp="1", pp="1", vp="", n_gpus="8", dp="8", sharding="zero3", seq_len="65536"))
     assert published.choose(large)[0].keep < 0.5
 
@@ -281,6 +292,107 @@ def test_parts_that_a_row_says_are_recomputed():
         "recompute norm, act, shared_expert; y": ("act", "layernorm", "shared"), "recompute column empty": (),
     }  # fmt: skip
     assert {notes: system(row(notes=notes)).software.again for notes in parts} == parts
+
+
+def test_of_what_a_row_leaves_open_the_fastest_that_fits_is_taken():
+    open_ = row(source="Megatron-LM", micro_batch="", vp="", tp="1", pp="4", n_gpus="32", dp="8", recompute="full",
+                global_batch_sequences="128", seq_len="2048")  # fmt: skip
+    assert {
+        chunks for _, _, chunks in batches(open_, Shape("s", 32, 64, 1, 1, 64, 64), system(open_), mesh_of(open_)[0])
+    } == {1, 2, 4, 8}
+    case = read(open_)
+    chosen = published.choose(case)[0]
+    assert chosen.chunks > 1 and published.per_sample(case, chosen) == min(
+        published.per_sample(case, one) for one in case.candidates
+    )
+    assert published.choose(case._replace(rate=None))[0] == case.candidates[0]
+    assert {one.chunks for one in read(open_ | {"micro_batch": "2"}).candidates} == {1}
+    alone = read(open_ | {"global_batch_sequences": "", "micro_batch": "1"}).candidates[0]
+    assert alone.accumulation == 16
+
+
+WORDS = {"": "none", "DDP": "none", "No": "none", "FSDP2": "zero3", "full_shard": "zero3", "yes": "zero3",
+         "HSDP": "hsdp", "hybrid_shard": "hsdp", "ZeRO stage 2": "zero2", "SHARD_GRAD_OP": "zero2",
+         "distributed optimizer": "zero1", "DeepSpeed ZeRO-1": "zero1", "zero-0": "none"}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", WORDS)
+def test_sharding_however_it_is_spelled(cell):
+    assert sharding(row(sharding=cell)) == WORDS[cell]
+    assert sharding(row(sharding="", section="FSDP1, no compile")) == "zero3"
+    assert sharding(row(sharding="", section="DDP")) == "none"
+
+
+def test_levels_of_sharding():
+    levels = [mesh_of(row(sharding=cell, pp=pp))[1] for cell, pp in (("none", "1"), ("zero3", "1"), ("zero3", "2"))]
+    assert levels == [1, 3, 2]
+
+
+def test_recomputation_however_it_is_spelled():
+    words = {
+        "no": 0.0,
+        "full AC": 1.0,
+        "yes": 1.0,
+        "block": 1.0,
+        "25%": 0.25,
+        "selective op": 0.5,
+        "attn": 0.5,
+        "?": None,
+    }
+    assert {cell: recomputed(row(recompute=cell)) for cell in words} == words
+    assert recomputed(row(recompute="selective"), attention_alone=True) == 0.0
+    assert system(row(source="Megatron-LM", recompute="selective")).software.again == ("attention",)
+    assert not system(row(source="Megatron-LM", recompute="full")).software.again
+    named = row(source="Megatron-LM", recompute="selective", notes="recompute norm,act; attention incl.")
+    assert system(named).software.again == ("act", "layernorm")
+
+
+def test_precision_however_it_is_spelled():
+    h100, v100 = preset("h100").device, preset("v100-32gb").device
+    words = {"bf16 + float8": "fp8", "E4M3": "fp8", "nvfp4": "fp4", "float32": "fp32", "32-true": "fp32", "amp": "bf16",
+             "fp16 mixed": "fp16", "bfloat16": "bf16", "": "bf16"}  # fmt: skip
+    assert {cell: precision(row(precision=cell), h100) for cell in words} == words
+    assert precision(row(precision="bf16"), v100) == "fp16"
+
+
+def test_yes_no_and_what_systems_do_by_themselves():
+    assert [says({"a": cell}, "a") for cell in ("TRUE", "1", "no (DDP)", "", "maybe")] == [
+        True,
+        True,
+        False,
+        None,
+        None,
+    ]
+    said = [
+        read(row(source=source, seq_parallel=cell)).candidates[0].sequence_parallel
+        for source, cell in (("NeMo", ""), ("NeMo", "no"), ("Megatron-LM", ""), ("torchtitan", ""), ("x", "Yes"))
+    ]
+    assert said == [True, False, False, True, True]
+
+
+def test_memory_that_a_devices_name_states():
+    stated = {"H100 96GB HBM2e": 96, "RTX 4090 48GB": 48, "A100-40GB": 40, "H100": None, "V100-SXM2": None}
+    assert {name: stated_bytes(row(gpu=name)) for name in stated} == {k: v and v * 10**9 for k, v in stated.items()}
+    assert read(row(gpu="RTX 4090 48GB")).cluster.device.memory_bytes == 48 * 10**9
+    assert read(row(gpu="H100 80GB")).cluster.device.memory_bytes == preset("h100").device.memory_bytes
+
+
+def test_rates_of_all_devices_and_networks_per_device():
+    one, whole_ = (
+        published.predict(row(**said))
+        for said in ({}, {"tokens_per_s_per_gpu": "320000", "notes": "tokens/s in total"})
+    )
+    assert one.measured_s == pytest.approx(whole_.measured_s)
+    assert network(row(notes="400 Gb/s RoCE per GPU"))[0] == pytest.approx(400e9)
+
+
+def test_kernels_by_device_and_gradients_by_precision():
+    assert not system(row(source="Megatron-LM", gpu="V100-32GB")).software.flash
+    assert system(row(source="Megatron-LM", gpu="V100-32GB", notes="flash attention")).software.flash
+    fused = system(row(source="lit-gpt", tp="1", pp="1", notes="fused layernorm and swiglu")).software
+    assert fused.norm < system(row(source="lit-gpt", tp="1", pp="1")).software.norm
+    kept = [system(row(source="Megatron-DeepSpeed", precision=cell)).states.gradient for cell in ("fp16", "bf16")]
+    assert kept == [2, 6]
 
 
 def test_rates_are_converted_by_the_convention_that_the_row_states():

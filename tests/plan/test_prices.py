@@ -57,6 +57,13 @@ def test_small_products_reach_less_of_the_peak_and_short_ones_more_so_in_a_faste
     assert product_flops_per_s(half, "bf16", 100, 1e12, 1e12) == pytest.approx(0.25e14)
     assert product_flops_per_s(half, "fp8", 100, 1e12, 1e12) == pytest.approx(0.5e14)
     assert product_flops_per_s(half, "fp8", 1e12, 200, 1e12) == pytest.approx(0.5e14)
+    waves = DEVICE.model_copy(update={"matmul_half": 0, "matmul_wave": 4e6})  # a quarter of a wave is lost
+    assert product_flops_per_s(waves, "bf16", 1000, 1e12, 1000) == pytest.approx(
+        0.5 * product_flops_per_s(waves, "bf16", 1e12, 1e12, 1e12)
+    )
+    assert product_flops_per_s(waves, "bf16", 100, 64, 10000) == pytest.approx(
+        product_flops_per_s(waves, "bf16", 1000, 64, 1000)
+    )
 
 
 def test_measured_operations_go_before_constants():

@@ -65,6 +65,14 @@ def test_eager_gpt_keeps_34h_and_5as():
     assert kept(layer(made)) / 1024 == pytest.approx(by_hand + extra, rel=0.01)
 
 
+def test_attention_alone_computed_again_keeps_34h_and_costs_one_more_forward():
+    """The same paper, equation 6: its selective recomputation keeps no scores."""
+    made = profile(GPT, 1024, software=Software(flash=False, dropout=True, again=("attention",)))
+    assert kept(layer(made)) / 1024 == pytest.approx(1024 * 34 + 4 * 16, rel=0.01)
+    attention = {op.name: op for op in layer(made).ops}["attention"]
+    assert attention.backward == 3.5
+
+
 def test_sequence_parallelism_divides_all_that_is_kept_if_inputs_are_gathered_anew():
     whole = kept(layer(profile(LLAMA_8B, S)))
     shared = kept(layer(profile(LLAMA_8B, S, Split(tensor=8, sequence_parallel=True))))

@@ -91,7 +91,8 @@ class Software(NamedTuple):
     until the host knows how many rows each expert gets. ``regathers``: with sequence
     parallelism, gathered inputs are gathered anew in backward, not kept. ``expands``: keys and values are copied to
     every head before attention, which keeps the copies. ``again``: parts of a layer that are computed again in the
-    backward, as Megatron-LM names them: layernorm, act, moe, mlp, shared."""
+    backward, as Megatron-LM names them: layernorm, act, moe, mlp, shared; attention, which then keeps no scores
+    (selective recomputation, https://arxiv.org/abs/2205.05198)."""
 
     flash: bool = True
     skips: bool = True

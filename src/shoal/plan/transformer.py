@@ -172,9 +172,11 @@ class Share:
         flops = 2.0 * n * seen * (q + v) * (0.5 if causal else 1.0)
         held = n * (q + (q + v if self.software.expands else 2 * kv) + v) * self.width
         moved = held + scores * self.software.scores * self.width
-        kept = held + scores * (2 * self.width + 1) + n * shape.heads / t * 4
+        again = "attention" in self.software.again
+        kept = held + (0.0 if again else scores * (2 * self.width + 1)) + n * shape.heads / t * 4
+        backward = 2.5 + again
         ops.append(
-            Op("attention", "attention", n, shape.head, seen, flops, moved, 0, kept, 2.5, 1.0, precision=self.wide)
+            Op("attention", "attention", n, shape.head, seen, flops, moved, 0, kept, backward, 1.0, precision=self.wide)
         )
         return [*ops, self.product("out", v, h, kept=False)], [*weights, self.weight("out", h * v, h)]
 
