@@ -202,7 +202,9 @@ def test_a_measurement_that_cannot_be_kept_is_used_and_said(
 def test_a_folder_that_takes_no_ratios_does_not_end_a_run_that_ended_well(tmp_path: Path) -> None:
     rows(tmp_path, 2.0)
     (tmp_path / "file").write_text("")
-    decision = Decision(RunSettings(), (), {"forward_backward_s": 1.0}, 0.0, str(tmp_path / "file" / "ratios.json"))
+    decision = Decision(
+        RunSettings(), predicted={"forward_backward_s": 1.0}, learned=str(tmp_path / "file" / "ratios.json")
+    )
     assert account(decision, tmp_path) is not None
 
 
@@ -286,7 +288,7 @@ def rows(folder: Path, step_s: float) -> None:
 def test_the_prediction_is_held_against_the_warm_steps_and_learned_from(tmp_path: Path) -> None:
     rows(tmp_path, 2.0)
     predicted = {"forward_backward_s": 0.8, "sync_exposed_s": 0.1, "optimizer_s": 0.1}
-    decision = Decision(RunSettings(), (), predicted, 0.0, str(tmp_path / "ratios.json"))
+    decision = Decision(RunSettings(), predicted=predicted, learned=str(tmp_path / "ratios.json"))
     found = account(decision, tmp_path)
     assert found is not None and found["measured"]["step_s"] == 2.0 and found["predicted"]["step_s"] == pytest.approx(1)
     text = summary({"steps": 6, "prediction": found})

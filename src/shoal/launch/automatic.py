@@ -55,15 +55,23 @@ TOGETHER = {
 
 
 class Decision(NamedTuple):
-    """The settings with a layout, two lines that say which and why, the predicted seconds by measured part, and what
-    the model computes: FLOPs of a sample's forward, where it was traced."""
+    """The settings with a layout, which one and why in words, the predicted seconds by measured part, and what the
+    model computes: FLOPs of a sample's forward, where it was traced."""
 
     settings: RunSettings
-    lines: tuple[str, ...] = ()
+    taken: str = ""
+    why: str = ""
+    note: str = ""
     predicted: dict[str, float] | None = None
     memory_bytes: float = 0.0
     learned: str = ""
     model_flops: float | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What is said of it; nothing where it was asked for."""
+        said = {"layout": self.taken, "why": self.why, "note": self.note}
+        return tuple(f"{name}: {text}" for name, text in said.items() if text)
 
 
 def asked_for(settings: RunSettings) -> bool:
@@ -87,16 +95,14 @@ def decide(job: Job, settings: RunSettings, workers: int, nodes: int | None = No
     found = _anew(job, settings, workers, nodes)
     if own is None:
         return found
-    head, why, *notes = found.lines
-    was = f"the run had {own.mesh}, and there are {workers} workers now; "
-    return found._replace(lines=(head, f"why: {was}{why.removeprefix('why: ')}", *notes))
+    return found._replace(why=f"the run had {own.mesh}, and there are {workers} workers now; {found.why}")
 
 
 def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> Decision:
-    """A layout for a run that has none, with two lines or more."""
-    plain = f"layout: replicate={workers}, plain data parallel"
+    """A layout for a run that has none."""
+    plain = f"replicate={workers}, plain data parallel"
     if settings.compile:
-        return Decision(settings, (plain, "why: --compile goes with no other"))
+        return Decision(settings, plain, "--compile goes with no other")
     known, alone = _measured(workers, nodes or 1), nodes is None
     least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
     found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"
@@ -106,7 +112,7 @@ def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> D
         why = f"no plan could be made: {found}"
     else:
         return _planned(found, settings, known or measure.quickly(workers))
-    return Decision(settings, (plain, f"why: {why}"))
+    return Decision(settings, plain, why)
 
 
 def _measured(workers: int, nodes: int) -> cached.Kept | None:
@@ -129,9 +135,7 @@ def _kept(plan: Plan, settings: RunSettings) -> Decision:
         changes["accumulation"] = plan.global_batch // samples
     changes = {name: value for name, value in changes.items() if value is not None}
     plan = Plan.parse({**{name: getattr(plan, name) for name in Plan.model_fields}, **changes}, "the run's own plan")
-    return Decision(
-        _with(plan, settings), (f"layout: {plan.mesh}, as the run had it", "why: a resumed run keeps its own")
-    )
+    return Decision(_with(plan, settings), f"{plan.mesh}, as the run had it", "a resumed run keeps its own")
 
 
 def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decision:
@@ -152,14 +156,13 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
     plan = planned.as_plan(chosen.candidate)
     parts = {name: value * ratios.get(name, 1.0) for name, value in _parts(chosen.cost).items()}
     step_s = sum(parts.values())
-    lines = (
-        f"layout: {layout(chosen.candidate)}; predicted {seconds(step_s)} a step, {gib(chosen.memory.total_bytes)} of "
-        f"{gib(cluster.device.memory_bytes)} a worker",
-        f"why: {why}",
-        *([f"note: every run measures anew: {known.unkept}"] if known.unkept else []),
+    taken = (
+        f"{layout(chosen.candidate)}; predicted {seconds(step_s)} a step, {gib(chosen.memory.total_bytes)} of "
+        f"{gib(cluster.device.memory_bytes)} a worker"
     )
+    note = f"every run measures anew: {known.unkept}" if known.unkept else ""
     flops = planned.work.model_flops or None
-    return Decision(_with(plan, settings), lines, parts, chosen.memory.total_bytes, file, flops)
+    return Decision(_with(plan, settings), taken, why, note, parts, chosen.memory.total_bytes, file, flops)
 
 
 def _untraced(planned: Planned, settings: RunSettings) -> Decision:
