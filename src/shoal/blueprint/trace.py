@@ -47,14 +47,7 @@ def trace(
     fake_args, fake_kwargs = watcher.taken(fakes, args), watcher.taken(fakes, kwargs)
     inputs = tuple(watcher.values_of((fake_args, fake_kwargs)))
     targets = watcher.taken(fakes, ending.targets) if ending else None
-    paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-    hooks = [
-        *watcher.takers_hooks(paths, model),
-        nn.modules.module.register_module_forward_pre_hook(lambda module, _: watcher.enter(paths.get(id(module)))),
-        nn.modules.module.register_module_forward_hook(
-            lambda module, *_: watcher.leave(paths.get(id(module))), always_call=True
-        ),
-    ]
+    hooks = watcher.hooks(model)
     outputs: list[int] = []
 
     def forward() -> Any:
@@ -132,15 +125,23 @@ class _Watcher(TorchFunctionMode):
         if self.failed is None and sys.exc_info()[0] is not None:
             self.failed = left
 
-    def takers_hooks(self, paths: dict[int, str], model: nn.Module) -> list[Any]:
-        """Hooks that note which modules without parameters are called with a value that depends on one."""
+    def hooks(self, model: nn.Module) -> list[Any]:
+        """Hooks that follow which module runs, and note which of those without parameters are called with a value that
+        depends on one."""
+        paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if any(self.of_model(tensor) for tensor in tensors((args, kwargs))):
                 self.takers.setdefault(paths[id(module)])
 
         bare = (module for module in model.modules() if next(module.parameters(), None) is None)
-        return [module.register_forward_pre_hook(note, with_kwargs=True) for module in bare]
+        return [
+            *(module.register_forward_pre_hook(note, with_kwargs=True) for module in bare),
+            nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.enter(paths.get(id(module)))),
+            nn.modules.module.register_module_forward_hook(
+                lambda module, *_: self.leave(paths.get(id(module))), always_call=True
+            ),
+        ]
 
     def of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a value that depends on one."""

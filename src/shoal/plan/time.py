@@ -25,7 +25,6 @@ from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
-
 #: Spread of a device's time for a step over its mean: fitted to MPT on 8 to 512 and InternLM on 8 to 1,024 devices
 #: (0.035 to 0.047). Rates of devices are those of the slowest in a node of 8, on which they were fitted.
 JITTER, NODE = 0.04, 8
