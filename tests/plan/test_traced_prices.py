@@ -155,6 +155,7 @@ def test_a_rank_of_two_moves_its_share_of_each_layer(blueprint):
         cast = 3 * weight + 3 * b / degree
         assert bytes_of(side) == (3 * x, cast, part + 3 * x, cast + b / degree)
         assert out.moved_bytes == x / degree + x and out.fixed_bytes == pytest.approx(w / 3 / degree + b / 3)
+        assert out.back_moved_bytes == 2 * x + 2 * x / degree  # its gradient is whole and read twice
         (gelu,) = layer_ops(made, "gelu")
         assert bytes_of(gelu) == (2 * 4 * x / degree, 0, 3 * 4 * x / degree, 0)
         attention = next(op for op in layer_ops(made, "scaled_dot_product_attention") if op.kind == "attention")
