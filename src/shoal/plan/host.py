@@ -17,7 +17,7 @@ from shoal.plan.rates import stream_seconds
 
 #: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
 #: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated.
-CALL, UNIT, ACTION, WEIGHTS, UPDATE = 78, 145, 139, 228, 1
+CALL, UNIT, ACTION, WEIGHTS, UPDATE = 78, 254, 243, 399, 2
 #: Bytes of what ranks tell each other once a step: loss, count, norm, signals (engine/step.py).
 FIGURES_BYTES = 2048
 _APART = ("interleaved-zero-bubble", "zbv", "dualpipev")
