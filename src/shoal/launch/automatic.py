@@ -171,8 +171,8 @@ def _untraced(planned: Planned, settings: RunSettings) -> Decision:
     chosen = _plain(planned) or min(planned.best, key=lambda found: found.memory.total_bytes)
     room = gib(planned.cluster.device.memory_bytes)
     plan = planned.as_plan(_whole(chosen, settings.micro_batch))
-    head = f"layout: {plan.mesh}; its state alone needs {gib(chosen.memory.total_bytes)} of {room} a worker"
-    return Decision(_with(plan, settings), (head, f"why: no step can be foretold: {'; '.join(planned.sketch.notes)}"))
+    taken = f"{plan.mesh}; its state alone needs {gib(chosen.memory.total_bytes)} of {room} a worker"
+    return Decision(_with(plan, settings), taken, f"no step can be foretold: {'; '.join(planned.sketch.notes)}")
 
 
 def _whole(found: Found, micro_batch: int | None) -> Candidate:

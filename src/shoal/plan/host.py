@@ -1,8 +1,8 @@
 """What a step costs besides on a host that also computes: nothing hides the engine's own work, and shards have no
 streams to hide on.
 
-Counts of kernel starts were fitted to steps of two models over loopback; another model and a slow link are predicted
-(docs/planning.md, "This machine"). They hold what waking the threads that move data takes, too.
+Counts of kernel starts come from steps of two models over loopback; another model and all other links are predicted
+(docs/planning.md, "This machine").
 """
 
 from __future__ import annotations
