@@ -1,5 +1,6 @@
 """Measuring on a tiny grid: what is found is there, is positive, and is the same on every rank."""
 
+import os
 import re
 import time
 from typing import get_args
@@ -145,6 +146,57 @@ def test_a_product_is_three_kernels_without_the_sum_of_a_bias():
 
     flops, kernels = flows(operations.product(CPU, torch.float32, (64, 32, 16)))
     assert (flops, kernels) == (3 * 2 * 64 * 32 * 16, 3)
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_a_core_are_timed_by_turns():
+    """Timed at once, a lap shorter than a time slice has the core to itself or not at all."""
+
+    def body(rank):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda pid: {0})
+            bench, spans = Bench(CPU, tiny(), lambda part, text: None, rank, 2), []
+
+        def call():
+            start_s = time.monotonic()
+            time.sleep(0.02)
+            spans.append((start_s, time.monotonic()))
+
+        alone_s = bench.computing(call, 0.1)
+        mine = list(spans)
+        ended = iter([1.0, *(1.0, 1.0, 2.5) * 3])  # one lap; thrice each turn's, and all at once
+        bench._ended = lambda call, count: next(ended)
+        bench.crowd(1.0)
+        return alone_s, mine, bench.computing(call, 0.1) / alone_s
+
+    (first_s, mine, crowding), (second_s, other, _) = run_ranks(body, 2)
+    assert max(end for _, end in mine) < min(start for start, _ in other)
+    assert first_s == second_s == pytest.approx(0.02, rel=0.5)
+    assert crowding == pytest.approx(2.5, rel=0.5)
+
+
+@pytest.mark.ranks
+def test_a_collective_is_timed_after_work_that_is_taken_off_again():
+    def body(rank):
+        bench = Bench(CPU, tiny(), lambda part, text: None)
+        done: list[str] = []
+
+        def work():
+            done.append("work")
+            time.sleep(0.02)
+
+        def call():
+            done.append("call")
+            time.sleep(0.02)
+
+        bench._work, bench._all_work_s = work, 0.02
+        found = bench._met(call, bench._work_before(True, 0.1), 0.2)
+        pairs = done[done.index("call") - 1 :]
+        return found, set(pairs[::2]), set(pairs[1::2]), bench._work_before(rank == 0, 0.1)
+
+    for rank, (found, before, after, apart_s) in enumerate(run_ranks(body, 2)):
+        assert found == pytest.approx(0.02, rel=0.5) and (before, after) == ({"work"}, {"call"})
+        assert (apart_s > 0.015) == (rank == 0)  # where not all take part, it is timed among those that do
 
 
 @pytest.mark.unit

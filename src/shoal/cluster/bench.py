@@ -84,10 +84,11 @@ class Bench:
         Of ranks that share a core a short lap has it to itself or not at all. So they go by turns, as many at once as
         there are cores, and what all at once cost is seen apart (``crowd``).
         """
-        found = [
-            self.seconds(call if turn == self._turn else None, budget_s / self._turns) for turn in range(self._turns)
-        ]
-        return self.mean(sum(found)) * self._crowding
+        found = 0.0
+        for turn in range(self._turns):
+            found += self.seconds(call if turn == self._turn else None, budget_s / self._turns)
+            self.largest(0.0)  # the next turn's begin when all of this one have ended
+        return self.mean(found) * self._crowding
 
     def seconds(self, call: Callable[[], object] | None, budget_s: float) -> float:
         """Of one call, on this rank: laps' median, as a step meets it.
