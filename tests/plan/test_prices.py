@@ -330,7 +330,7 @@ def test_small_weights_and_figures_cost_starts_and_a_sum():
     made = model(block("a", numel=1), block("b", numel=1))
     slow = on_cpu(memory_bytes_per_s=1e30).model_copy(update={"inside": Link(bytes_per_s=1e9, base_s=0.5)})
     alone, two = (price(made, lone(Mesh(tensor=tensor)), slow) for tensor in (1, 2))
-    assert alone.optimizer_s == pytest.approx(2 * 1e-5)
+    assert alone.optimizer_s == pytest.approx(2 * host.UPDATE * 1e-5)
     assert (alone.rest_s, two.rest_s) == (0, pytest.approx(0.5, rel=1e-4))
 
 

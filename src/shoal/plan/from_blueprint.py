@@ -389,11 +389,10 @@ def _repeated(blueprint: Blueprint, listed: frozenset[str]) -> frozenset[str]:
         if path:
             members.setdefault(_holder(path), []).append(path)
 
-    def blocks(holder: str) -> bool:
-        own = members[holder]
+    def blocks(own: list[str]) -> bool:
         return len(own) > 1 and len({blueprint.modules[path] for path in own}) == 1 and own[0] in members
 
-    return frozenset(unit for unit in listed if blocks(_holder(unit)))
+    return frozenset(unit for unit in listed if blocks(members[_holder(unit)]))
 
 
 def _holder(path: str) -> str:
