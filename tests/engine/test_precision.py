@@ -7,6 +7,7 @@ from tests.small_jobs import Rows, Scalar, classes_loss, job, mlp, mlp_rows, sgd
 from torch import nn
 
 from shoal import Loss
+from shoal.engine.precision import Precision
 
 pytestmark = pytest.mark.ranks
 
@@ -208,3 +209,15 @@ def test_fp64_keeps_the_imaginary_parts_of_weights_and_inputs(tmp_path):
     loss, dtype = run_ranks(body, 1)[0]
     assert dtype is torch.complex128
     assert loss == pytest.approx(5 * 5**0.5, rel=1e-14)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_cast_weights_are_not_kept_where_blocks_are_recomputed(recomputes):
+    """Autocast's cache would hold a copy of every weight until the forward's end: as much as recomputing saves."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    with Precision("bf16", "cpu", recomputes).forward():
+        first, second = (torch.mm(torch.ones(1, 4), weight).grad_fn for _ in range(2))
+        assert torch.is_autocast_cache_enabled() is not recomputes
+    casts = [one.next_functions[1][0] for one in (first, second)]
+    assert (casts[0] is casts[1]) is not recomputes

@@ -77,7 +77,7 @@ def build(
     reader = Reader(found.path) if found else None
     chosen = _same_kernels(settings, place.device, reader)
     layout = lay_out(resolve(settings, ranks), place.device.type)
-    precision = Precision(layout.plan.precision, place.device.type)
+    precision = Precision(layout.plan.precision, place.device.type, layout.plan.recompute != "none")
 
     weights = _weights(job, settings) if reader is None and place.memory is None else None
     start, norms, optimizer, notes = _made(job, settings, precision, layout, place, weights)

@@ -27,15 +27,17 @@ def widest(dtype: torch.dtype) -> torch.dtype:
 class Precision:
     """What runs in which dtype: ``fp32``, ``bf16`` and ``fp16`` by autocast over forward and loss, ``fp64`` whole."""
 
-    def __init__(self, name: PrecisionName, device_type: str) -> None:
-        self.name = name
+    def __init__(self, name: PrecisionName, device_type: str, recomputes: bool = False) -> None:
+        """``recomputes``: blocks run again in backward. Autocast then keeps no cast weights until the forward's end:
+        recomputing (and gathering shards unit by unit) would save nothing of them."""
+        self.name, self.recomputes = name, recomputes
         self.device_type = device_type
         self.default_dtype = torch.float64 if name == "fp64" else None
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of forward and loss; backward and the optimizer run outside it."""
         if self.name in AUTOCAST:
-            return torch.autocast(self.device_type, dtype=AUTOCAST[self.name])
+            return torch.autocast(self.device_type, dtype=AUTOCAST[self.name], cache_enabled=not self.recomputes)
         return self.user_code()
 
     @contextmanager
