@@ -70,7 +70,6 @@ FORETOLD = [
     ("shard=2", 2, {"shard_level": 2}, EXACT),
     ("shard=2", 2, {"shard_level": 1}, EXACT),
     ("shard=2", 1, {"precision": "bf16"}, 0.015),
-    ("shard=16", 1, {"precision": "bf16", "recompute": "full"}, 0.03),
     ("pipeline=2", 4, {"schedule": "1f1b"}, EXACT),
     ("pipeline=2", 4, {"schedule": "zbv", "chunks": 2}, 0.02),
     ("pipeline=2,replicate=2,shard=2", 4, {"schedule": "1f1b"}, 0.015),
