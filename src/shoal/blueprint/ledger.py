@@ -22,12 +22,9 @@ NORMS = (
     "aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten._native_batch_norm",
     "aten.native_group_norm.default",
 )  # fmt: skip
-
-
 #: Operators whose result stands for what they read: in another dtype, laid out anew, summed with another gradient.
 _STANDS = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.add.Tensor)
-
-
+#: Operators that sum gradients.
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 

@@ -47,7 +47,7 @@ class Bench:
         """This is rank ``number`` of ``ranks`` that share the machine's cores."""
         self.place, self.grid, self._tell = place, grid, tell
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self._done, self._turns, self._crowding = 0.0, 1, 1.0
+        self._done, self._turns, self._crowding, self._all_work_s = 0.0, 1, 1.0, 0.0
         if place.type == "cpu":
             keep_freed()  # as a run does
             self._turns = math.ceil(ranks / len(os.sched_getaffinity(0)))
@@ -224,7 +224,8 @@ class Bench:
         if stride > 1:
             plans.append((self.world, [list(range(self.world))]))
         cells = len(plans) * len(COLLECTIVES) - sum(count != 2 for count, _ in plans) + (stride > 1)
-        self._all_work_s = self.computing(self._work, part / cells * self.grid.budget_s)
+        if self.place.type == "cpu":
+            self._all_work_s = self.computing(self._work, part / cells * self.grid.budget_s)
         fits = []
         for count, ranks in plans:
             group, mine = _joined(ranks, self.rank)
@@ -265,11 +266,10 @@ class Bench:
         return self._square @ self._square
 
     def _work_before(self, mine: bool, budget_s: float) -> float:
-        """Seconds of it, among those ranks that take part."""
-        if self.place.type == "cuda":
-            return 0.0  # a GPU's streams need none
-        alone_s = self.seconds(self._work if mine else None, budget_s)
-        return self._all_work_s if self.smallest(float(mine)) else alone_s
+        """Seconds of it, among those ranks that take part; 0 on a GPU, whose streams need none."""
+        if self._all_work_s == 0 or self.smallest(float(mine)):
+            return self._all_work_s
+        return self.seconds(self._work if mine else None, budget_s)
 
     def _met(self, call: Callable[[], object] | None, work_s: float, budget_s: float) -> float:
         """Of a collective as a step meets it, after work of ``work_s``."""
