@@ -221,3 +221,10 @@ def test_cast_weights_are_not_kept_where_blocks_are_recomputed(recomputes):
         assert torch.is_autocast_cache_enabled() is not recomputes
     casts = [one.next_functions[1][0] for one in (first, second)]
     assert (casts[0] is casts[1]) is not recomputes
+
+
+@pytest.mark.unit
+def test_evaluation_keeps_no_cast_weights():
+    """Sharded weights are gathered unit by unit, and copies of all of them would lie here at its end."""
+    with torch.no_grad(), Precision("bf16", "cpu").forward():
+        assert not torch.is_autocast_cache_enabled()

@@ -28,8 +28,8 @@ class Precision:
     """What runs in which dtype: ``fp32``, ``bf16`` and ``fp16`` by autocast over forward and loss, ``fp64`` whole."""
 
     def __init__(self, name: PrecisionName, device_type: str, recomputes: bool = False) -> None:
-        """``recomputes``: blocks run again in backward. Autocast then keeps no cast weights until the forward's end:
-        recomputing (and gathering shards unit by unit) would save nothing of them."""
+        """``recomputes``: blocks run again in backward. Autocast then keeps no cast weights until the forward's end,
+        nor where there is no backward: recomputing, and gathering shards unit by unit, would save nothing of them."""
         self.name, self.recomputes = name, recomputes
         self.device_type = device_type
         self.default_dtype = torch.float64 if name == "fp64" else None
@@ -37,7 +37,8 @@ class Precision:
     def forward(self) -> AbstractContextManager[Any]:
         """The context of forward and loss; backward and the optimizer run outside it."""
         if self.name in AUTOCAST:
-            return torch.autocast(self.device_type, dtype=AUTOCAST[self.name], cache_enabled=not self.recomputes)
+            kept = torch.is_grad_enabled() and not self.recomputes
+            return torch.autocast(self.device_type, dtype=AUTOCAST[self.name], cache_enabled=kept)
         return self.user_code()
 
     @contextmanager
