@@ -58,7 +58,7 @@ class Live(TorchDispatchMode):
         now = self.now()
         if now > self.peak:
             self.peak = now
-            self.at_peak = [(storage.nbytes(), by) for ref, by in self.live.values() if (storage := ref())]
+            self.at_peak = [(storage.nbytes(), by) for ref, by in list(self.live.values()) if (storage := ref())]
         return result
 
     def _see(self, tensor: torch.Tensor, by: str) -> None:
@@ -73,8 +73,8 @@ class Live(TorchDispatchMode):
             self.live[key] = weakref.ref(storage, lambda _: self.live.pop(key, None)), where
 
     def now(self) -> int:
-        """Bytes alive."""
-        return sum(storage.nbytes() for ref, _ in self.live.values() if (storage := ref()) is not None)
+        """Bytes alive. (Of a copy: a thread of gloo may let go of a storage meanwhile.)"""
+        return sum(storage.nbytes() for ref, _ in list(self.live.values()) if (storage := ref()) is not None)
 
 
 class Case(NamedTuple):
