@@ -245,7 +245,7 @@ def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -
         (Extras(scale="8,x"), "give numbers of devices between commas"),
         (Extras(scale_plot="a.html"), "without --scale"),
         (Extras(scale="8", scale_plot="a.txt"), "is no kind of picture"),
-        (Extras(timeline="a.txt"), "end the name in .html for a picture, or in .json for a trace"),
+        (Extras(timeline="a.txt"), "end the name in .html or .svg for a picture, or in .json for a trace"),
         (Extras(trials=2), "a saved blueprint is none"),
         (Extras(compare=("gone.toml", "gone.toml")), "gone.toml cannot be read as a plan"),
         (Extras(price=-1.0), "--price -1 is no price of a device-hour; give a number above 0"),

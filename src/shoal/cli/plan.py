@@ -41,7 +41,9 @@ def command(
     price: Annotated[float | None, typer.Option(help="of a device-hour: what a billion tokens cost")] = None,
     timeline: Annotated[
         str | None,
-        typer.Option(help="picture of the best plan's step, or a trace for Perfetto", metavar="FILE.html|FILE.json"),
+        typer.Option(
+            help="picture of the best plan's step, or a trace for Perfetto", metavar="FILE.html|FILE.svg|FILE.json"
+        ),
     ] = None,
     trials: Annotated[
         int, typer.Option(help="run so many of the best plans here for a few steps, and rank anew", min=0)

@@ -87,8 +87,9 @@ def checked(extras: Extras, file: str | None) -> None:
         if extras.scale is None:
             raise ConfigError(f"--scale-plot {extras.scale_plot} without --scale; add for example --scale 8,64,512")
         picture.check(extras.scale_plot)
-    if extras.timeline is not None and Path(extras.timeline).suffix.lower() not in (".html", ".json"):
-        raise ConfigError(f"--timeline {extras.timeline}: end the name in .html for a picture, or in .json for a trace")
+    if extras.timeline is not None and Path(extras.timeline).suffix.lower() not in timeline.ENDINGS:
+        asked = f"--timeline {extras.timeline}"
+        raise ConfigError(f"{asked}: end the name in .html or .svg for a picture, or in .json for a trace")
     for path in extras.compare or ():
         Plan.read(path)
     if extras.trials and file is None:
@@ -133,8 +134,7 @@ def _timeline(planned: Planned, path: Path) -> None:
     """The best plan's step, drawn or as a trace. Raises ConfigError."""
     best = planned.best[0].candidate
     found = timeline.spans(planned.search.prices[best.mesh.tensor, best.sequence_parallel], best)
-    text = timeline.to_trace(found) if path.suffix.lower() == ".json" else timeline.to_html(found, layout(best))
-    write_text(path, text)
+    write_text(path, timeline.text(found, layout(best), path.suffix.lower()))
 
 
 def _scale(told: Told, planned: Planned, worlds: Sequence[int], plot: str | None) -> None:
