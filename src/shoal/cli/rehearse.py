@@ -12,7 +12,7 @@ HELP = "Run a step of the Job in FILE as one rank of any world, here: peak memor
 #: Settings of the run that count here.
 FLAGS: dict[str, str] = dict.fromkeys(
     ("mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
-     "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed"), "",
+     "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "compress", "seed"), "",
 )  # fmt: skip
 
 

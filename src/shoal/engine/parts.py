@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shoal import compress
 from shoal.blueprint.agreement import differences
 from shoal.blueprint.facts import Blueprint
 from shoal.blueprint.positions import Shared, needed_positions
@@ -29,6 +30,7 @@ from shoal.parallel.shard.apply import Sharded, apply
 from shoal.parallel.shard.gradients import ShardedGradients
 from shoal.parallel.shard.spec import ShardSettings
 from shoal.parallel.shard.units import shard_units
+from shoal.plan.codec import Codec
 
 Gradients = GradientBuckets | ShardedGradients
 
@@ -101,7 +103,10 @@ def _gradients(
     alike = frozenset(n for n, _ in mine if divided and layout.at.tensor and divided.split(n) is None)
     if sharded is not None:
         return ShardedGradients(sharded, mine, tied, alike)
-    return GradientBuckets(mine, int(layout.plan.bucket_mb * 2**20), layout.data, tied, alike)
+    spec = Codec.parse(layout.plan.compress) if layout.plan.compress else None
+    coded = frozenset(name for name, param in mine if spec and compress.carries(spec, param))
+    codec = compress.make(spec) if spec else None
+    return GradientBuckets(mine, int(layout.plan.bucket_mb * 2**20), layout.data, tied, alike, codec, coded)
 
 
 def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tensor.Layout, list[str]]:

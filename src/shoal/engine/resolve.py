@@ -13,7 +13,7 @@ from shoal.plan.schedule import ScheduleName, conflicts
 #: Settings that a plan's file decides; given beside it they must agree with it.
 OF_PLAN = (
     "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload", "precision", "global_batch",
-    "micro_batch", "clip", "bucket_mb",
+    "micro_batch", "clip", "bucket_mb", "compress",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def resolve(settings: RunSettings, workers: int) -> Plan:
             shard_level=settings.shard_level, recompute=settings.recompute, cpu_offload=settings.cpu_offload,
             precision=settings.precision, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
             accumulation=batch.accumulation, clip=settings.clip, bucket_mb=settings.bucket_mb,
+            compress=settings.compress,
         )  # fmt: skip
     plan.fits(workers, settings.plan or "layout")
     dividing = ", ".join(f"{axis}={n}" for axis, n in mesh.degrees.items() if axis != "replicate" and n > 1)

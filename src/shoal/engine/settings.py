@@ -71,6 +71,9 @@ class RunSettings(Settings):
         False, description="check that all workers make the same collective calls; slow, for finding hangs"
     )
     bucket_mb: float = Field(25.0, gt=0, description="size of a gradient bucket, MB")
+    compress: str | None = Field(
+        None, description="codec in which gradients travel: none, bf16, int8, topk:SHARE or powersgd:RANK"
+    )
     sinks: tuple[str, ...] = Field(("tensorboard",), description="where else events go")
 
     def contradictions(self) -> list[str]:
@@ -95,7 +98,7 @@ class RunSettings(Settings):
 MAY_CHANGE = frozenset(
     {
         "steps", "epochs", "micro_batch", "out", "resume", "init_from", "eval_every", "save_every", "keep",
-        "loader_workers", "max_skips", "bucket_mb", "sinks", "clip", "compile", "debug_collectives",
+        "loader_workers", "max_skips", "bucket_mb", "compress", "sinks", "clip", "compile", "debug_collectives",
         "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
     }
 )  # fmt: skip

@@ -101,8 +101,9 @@ def decide(job: Job, settings: RunSettings, workers: int, nodes: int | None = No
 def _anew(job: Job, settings: RunSettings, workers: int, nodes: int | None) -> Decision:
     """A layout for a run that has none."""
     plain = f"replicate={workers}, plain data parallel"
-    if settings.compile:
-        return Decision(settings, plain, "--compile goes with no other")
+    for given, flag in ((settings.compile, "--compile"), (settings.compress, "--compress")):
+        if given:
+            return Decision(settings, plain, f"{flag} goes with no other")
     known, alone = _measured(workers, nodes or 1), nodes is None
     least = 0 if known else int(SMALL * machine.memory_bytes() / workers / STATE_BYTES)
     found = sketch_apart(job, settings, least) if known or alone else "this world was never measured (shoal measure)"

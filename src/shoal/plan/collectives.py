@@ -39,6 +39,11 @@ def seconds(collective: str, ranks: int, nbytes: float, link: Link) -> float:
     return min(ring, tree)
 
 
+def sent_bytes(collective: str, ranks: int, nbytes: float) -> float:
+    """Bytes that each of ``ranks`` sends in a ring, of a collective on a buffer of ``nbytes``."""
+    return _ROUNDS[collective] * (ranks - 1) / ranks * nbytes
+
+
 def _nearest(collective: str, ranks: int, link: Link) -> Fit | None:
     """What was measured in the nearest group size."""
     known = [fit for fit in link.fits if fit.collective == collective]

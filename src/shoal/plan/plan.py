@@ -10,6 +10,7 @@ from pydantic import Field
 from shoal.core import toml
 from shoal.core.errors import ConfigError
 from shoal.core.settings import Settings
+from shoal.plan import codec
 from shoal.plan.mesh import AXES, Mesh
 from shoal.plan.ranks import data_ranks
 from shoal.plan.schedule import SCHEDULES, ScheduleName, conflicts
@@ -47,6 +48,9 @@ class Plan(Settings):
     accumulation: int = Field(ge=1, description="micro-batches per rank and step")
     clip: float | None = Field(default=None, gt=0, description="largest global gradient norm (default: no clipping)")
     bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket, MB")
+    compress: str | None = Field(
+        default=None, description="codec in which gradients travel: bf16, int8, topk:SHARE or powersgd:RANK"
+    )
     model: tuple[str, ...] = Field(
         default=(),
         description="parameters of the model that it was made for, as plan/fingerprint.py tells (empty: any)",
@@ -59,7 +63,7 @@ class Plan(Settings):
 
     def contradictions(self) -> list[str]:
         """What does not fit together."""
-        return _context(self) + _pipeline(self) + _tensor(self) + _batch(self)
+        return _context(self) + _pipeline(self) + _tensor(self) + _batch(self) + _compress(self)
 
     def fits(self, workers: int | None = None, where: str = "plan") -> None:
         """Raise ConfigError that lists all that does not fit together, or does not fit ``workers`` ranks."""
@@ -143,6 +147,12 @@ def _tensor(plan: Plan) -> list[str]:
         for name, value in given.items()
         if value and plan.mesh.tensor == 1
     ]
+
+
+def _compress(plan: Plan) -> list[str]:
+    mesh = plan.mesh
+    alone = mesh.size == mesh.replicate
+    return codec.conflicts(plan.compress, str(mesh), alone, mesh.replicate, plan.precision)
 
 
 def _batch(plan: Plan) -> list[str]:

@@ -54,7 +54,7 @@ STEPS = 2  # the second is counted: the optimizer has its state then
 #: Run settings that a rehearsal takes.
 SETTINGS = (
     "mesh", "plan", "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload",
-    "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "seed",
+    "global_batch", "micro_batch", "clip", "precision", "ema", "bucket_mb", "compress", "seed",
 )  # fmt: skip
 
 

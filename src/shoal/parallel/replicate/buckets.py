@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.compress import Codec, Part
 from shoal.core.errors import ModelError
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket starts the links early (Li et al., VLDB 2020)
@@ -26,8 +27,10 @@ class _Bucket:
     flat: Tensor
     params: list[nn.Parameter]
     counts: bool  # in the norm
+    coded: tuple[Part, ...] = ()  # where a codec carries it
     pending: int = 0
     work: dist.Work | None = None
+    more: Iterator[dist.Work | None] = iter(())  # collectives that follow ``work``
     launched: bool = False
 
 
@@ -47,7 +50,9 @@ class GradientBuckets:
 
     Buckets follow the parameters in reverse order of registration and never change. A bucket is sent when all
     of its gradients are there, in index order on every rank; what is missing (a parameter that took no part)
-    counts as zero. Nothing is divided. ``ties``: parameters whose gradient is then summed over their other holders.
+    counts as zero. Nothing is divided. ``codec``: in which the parameters ``coded`` travel, in buckets of their own
+    that go first, each a stage further when the next one is sent. ``ties``: parameters whose gradient is then summed
+    over their other holders.
     ``uncounted``: parameters whose gradient other ranks, which have it too, count in the norm.
     """
 
@@ -56,6 +61,8 @@ class GradientBuckets:
     group: dist.ProcessGroup | None = None
     ties: Mapping[str, Tie] = field(default_factory=dict)
     uncounted: frozenset[str] = frozenset()
+    codec: Codec | None = None
+    coded: frozenset[str] = frozenset()
     buckets: list[_Bucket] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -68,16 +75,18 @@ class GradientBuckets:
         self._syncing = False
         self._next = 0
         for counts in (True, False):
-            params = [param for name, param in self.parameters if self._counts(name) is counts]
-            for chosen in _partition(params, self.bucket_bytes):
-                self._add_bucket(chosen, counts)
+            mine = [(name, param) for name, param in self.parameters if self._counts(name) is counts]
+            for coded in (True, False):
+                params = [param for name, param in mine if (name in self.coded) is coded]
+                for chosen in _partition(params, self.bucket_bytes):
+                    self._add_bucket(chosen, counts, coded)
         for _, param in self.parameters:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _counts(self, name: str) -> bool:
         return name not in self.uncounted and (name not in self.ties or self.ties[name].counts)
 
-    def _add_bucket(self, params: list[nn.Parameter], counts: bool) -> None:
+    def _add_bucket(self, params: list[nn.Parameter], counts: bool, coded: bool) -> None:
         flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         bucket = _Bucket(flat, params, counts)
         offset = 0
@@ -85,6 +94,10 @@ class GradientBuckets:
             self._view[id(param)] = _laid_as(param, flat[offset : offset + param.numel()])
             self._bucket_of[id(param)] = bucket
             offset += param.numel()
+        if coded and self.codec is not None:
+            bucket.coded = tuple(Part(self._name[id(param)], self._view[id(param)]) for param in params)
+            for param in params:
+                self.codec.begin(self._name[id(param)], param)
         self.buckets.append(bucket)
 
     def start_window(self) -> None:
@@ -93,6 +106,8 @@ class GradientBuckets:
         self._next = 0
         for bucket in self.buckets:
             bucket.pending, bucket.work, bucket.launched = len(bucket.params), None, False
+        if self.codec is not None:
+            self.codec.memory.forget()
         for _, param in self.parameters:
             param.grad = None
 
@@ -134,16 +149,31 @@ class GradientBuckets:
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-            self._launch(self.buckets[self._next])
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        """Send the next bucket, and what follows of a coded one before it: on every rank in this order."""
+        self._launch(self.buckets[self._next])
+        if self._next and self.buckets[self._next - 1].coded:
+            self._go_on(self.buckets[self._next - 1])
+        self._next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.launched = True
         for param in bucket.params:
             if id(param) not in self._filled:
                 self._view[id(param)].zero_()
-        if self.ranks > 1:
+        if bucket.coded and self.codec is not None:
+            bucket.more = self.codec.reduce(bucket.coded, bucket.flat, self.group)
+            bucket.work = next(bucket.more)
+        elif self.ranks > 1:
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def _go_on(self, bucket: _Bucket) -> None:
+        """Wait for what is on its way, and send what follows it."""
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = next(bucket.more, None)
 
     def start_schedule(self) -> None:
         """Before a pipeline's schedule, which sends nothing."""
@@ -159,12 +189,11 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Collective. Send what backward did not complete and wait for all sums."""
-        for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
-        self._next = len(self.buckets)
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+        while self._next < len(self.buckets):
+            self._launch_next()
+        while any(bucket.work is not None for bucket in self.buckets):
+            for bucket in self.buckets:
+                self._go_on(bucket)
         self._syncing = False
         for name, param in self.parameters:
             if name in self.ties:
@@ -188,9 +217,15 @@ class GradientBuckets:
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
     def assign(self, used: Iterable[bool]) -> None:
-        """Give every parameter used on any rank its summed gradient; the others get None, as on one device."""
-        for (_, param), is_used in zip(self.parameters, used, strict=True):
+        """Give every parameter used on any rank its summed gradient; the others get None, as on one device.
+
+        What a codec left of the gradients that are used is kept for the next step."""
+        taken = []
+        for (name, param), is_used in zip(self.parameters, used, strict=True):
             param.grad = self._view[id(param)] if is_used else None
+            taken += [name] if is_used else []
+        if self.codec is not None:
+            self.codec.memory.take_over(taken)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``."""
