@@ -50,3 +50,10 @@ def test_a_place_tells_its_cost_and_what_crosses_before_it():
 def test_fewer_places_than_stages_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match="the model has 2 places to cut, 3 stages were asked for; use at most 2"):
         cut(chain([1, 1], [8, 8]), units(2), 3)
+
+
+def test_a_model_that_is_one_layer_itself_is_one_stage():
+    """A traceback of zip."""
+    assert places(chain([1], [8]), []) == []
+    with pytest.raises(ConfigError, match="the model has 0 places to cut, 2 stages were asked for; use at most 1 "):
+        cut(chain([1], [8]), [], 2)

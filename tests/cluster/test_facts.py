@@ -10,9 +10,10 @@ from shoal.core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
+PRODUCT = Product(precision="fp32", m=1, k=2, n=3, seconds=1e-6)
 DEVICE = Device(
     name="d", memory_bytes=100, flops_per_s={"fp32": 1e12}, matmul_share=0.5, attention_share=0.5, memory_share=1,
-    memory_bytes_per_s=1e9, launch_s=0, products=(Product(precision="fp32", m=1, k=2, n=3, seconds=1e-6),),
+    memory_bytes_per_s=1e9, launch_s=0, products=(PRODUCT,),
     streams=(Stream(bytes=8, seconds=1e-9),),
 )  # fmt: skip
 FITS = (Fit(collective="all_reduce", ranks=2, latency_s=1e-4, bytes_per_s=1e9, points=((1024, 1e-4), (2048, 2e-4))),)
@@ -40,6 +41,18 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
         ({"device": DEVICE.model_copy(update={"reserved_bytes": 100})}, "reserved_bytes = 100 leaves nothing of"),
         ({"device": DEVICE.model_copy(update={"flops_per_s": {}})}, "flops_per_s is empty; give the matrix peak"),
         ({"device": DEVICE.model_copy(update={"flops_per_s": {"fp32": 0.0}})}, "flops_per_s.fp32 = 0 is no rate; give"),
+        (
+            {"device": DEVICE.model_copy(update={"flops_per_s": {"fp32": 1e12, "fp23": 1e12}})},
+            "device.flops_per_s.fp23: no precision 'fp23'; did you mean 'fp32'",
+        ),
+        (
+            {"device": DEVICE.model_copy(update={"flops_per_s": {"fp16": 1e12}})},
+            "device.products.0.precision = fp32, and device.flops_per_s has no fp32; give its matrix peak, or leave",
+        ),
+        (
+            {"device": DEVICE.model_copy(update={"products": (PRODUCT.model_copy(update={"precision": "bp16"}),)})},
+            "device.products.0.precision: no precision 'bp16'; did you mean 'fp16'",
+        ),
         ({"device": DEVICE.model_copy(update={"memory_bytes_per_s": math.inf})}, "should be a finite number"),
         ({"between": LINK.model_copy(update={"bytes_per_s": math.nan})}, "between.bytes_per_s = nan"),
     ],

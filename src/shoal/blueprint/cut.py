@@ -19,13 +19,15 @@ class Place(NamedTuple):
 
 
 def places(blueprint: Blueprint, units: Sequence[str]) -> list[Place]:
-    """Every unit that the traced forward came to, at its first call."""
+    """Every unit that the traced forward came to, at its first call; none of a model that is one layer itself."""
     unit_of = owners(blueprint, units)
     starts: dict[str, int] = {}
     for number, unit in enumerate(unit_of):
         if unit is not None and unit not in starts:
             starts[unit] = number
     ordered = sorted(starts, key=lambda unit: starts[unit])
+    if not ordered:
+        return []
     ends = [*(starts[unit] for unit in ordered[1:]), len(blueprint.operations)]
     begins = [0, *(starts[unit] for unit in ordered[1:])]
     flops = [sum(op.flops for op in blueprint.operations[b:e]) for b, e in zip(begins, ends, strict=True)]
@@ -71,8 +73,8 @@ def cut(blueprint: Blueprint, units: Sequence[str], stages: int) -> tuple[str, .
     found = places(blueprint, units)
     if len(found) < stages:
         raise ConfigError(
-            f"the model has {len(found)} places to cut, {stages} stages were asked for; use at most {len(found)} "
-            "stages (pipeline x chunks)"
+            f"the model has {len(found)} places to cut, {stages} stages were asked for; use at most "
+            f"{max(1, len(found))} stages (pipeline x chunks)"
         )
     total = sum(place.flops for place in found) or 1
     # best[k][i]: (cost of the costliest of k stages over the first i units, carried), and where the last one begins

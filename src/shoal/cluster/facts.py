@@ -10,13 +10,15 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field
 
 from shoal.core import toml
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, nearest
 from shoal.core.settings import Settings
 
 #: What a collective does with a buffer; ``p2p``: one rank sends to one other.
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 #: Whose kernels run: they decide what autograd keeps for backward.
 Kernels = Literal["cpu", "cuda-flash", "cuda-math"]
+#: Precisions that a rate may be given for.
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 #: Attention's backward over its forward: four products for two, and fused kernels work the scores out again. Measured
 #: on a processor, whose fused backward takes 2.1 forwards.
 ATTENTION_BACKWARD: dict[str, float] = {"cpu": 2.0, "cuda-flash": 2.5, "cuda-math": 2.0}
@@ -73,7 +75,7 @@ class Device(Facts):
     kernels: Kernels = Field(default="cuda-flash", description="whose kernels run")
     memory_bytes: int = Field(gt=0, description="capacity")
     reserved_bytes: int = Field(default=0, ge=0, description="taken before the first tensor: context, communicators")
-    flops_per_s: dict[str, float] = Field(description="dense matrix peak by precision: fp64, fp32, bf16, fp16, fp8")
+    flops_per_s: dict[str, float] = Field(description=f"dense matrix peak by precision: {', '.join(PRECISIONS)}")
     matmul_share: float = Field(gt=0, le=1, description="share of the peak that a large matrix product reaches")
     matmul_half: float = Field(default=0, ge=0, description="length of a dimension that halves a product's share")
     matmul_wave: float = Field(
@@ -209,6 +211,26 @@ class Cluster(Facts):
             for precision, rate in self.device.flops_per_s.items()
             if rate <= 0
         ]
+        return found + self._precisions()
+
+    def _precisions(self) -> list[str]:
+        """Names that no precision has; measured products without their precision's peak."""
+        peaks = self.device.flops_per_s
+        found = [
+            f"device.flops_per_s.{name}: no precision {name!r}; {nearest(name, PRECISIONS)}"
+            for name in peaks
+            if name not in PRECISIONS
+        ]
+        for kind in ("products", "attentions"):
+            for number, each in enumerate(getattr(self.device, kind)):
+                if each.precision not in PRECISIONS:
+                    near = nearest(each.precision, PRECISIONS)
+                    found.append(f"device.{kind}.{number}.precision: no precision {each.precision!r}; {near}")
+                elif each.precision not in peaks:
+                    found.append(
+                        f"device.{kind}.{number}.precision = {each.precision}, and device.flops_per_s has no "
+                        f"{each.precision}; give its matrix peak, or leave the measured product out"
+                    )
         return found
 
     def to_toml(self) -> str:

@@ -33,7 +33,7 @@ from shoal.engine.optimizer import NamedOptimizer
 from shoal.engine.parts import spread
 from shoal.engine.precision import Precision, Scaler
 from shoal.engine.randomness import seed_all
-from shoal.engine.resolve import resolve
+from shoal.engine.resolve import gave_way, resolve
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
@@ -124,6 +124,10 @@ def build(
         run.saver.last_step = run.step_count
     batch = {name: getattr(layout.plan, name) for name in ("global_batch", "micro_batch", "accumulation")}
     batch["ranks"] = layout.data_ranks
+    if settings.plan is not None:
+        decided = {name for name, source in (origins or {}).get("settings", {}).items() if source == "plan"}
+        own = {name: value for name, value in getattr(type(job), "defaults", {}).items() if name in decided}
+        notes += gave_way(layout.plan, settings.plan, own)
     notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
     _start_record(run, place, notes, {"batch": batch, "plan": layout.plan.model_dump(mode="json"), "origins": origins})
     if settings.compile:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from shoal.core.errors import ConfigError
 from shoal.engine.settings import RunSettings
 from shoal.plan.batch import cut_batch
@@ -15,6 +18,31 @@ OF_PLAN = (
     "schedule", "chunks", "sequence_parallel", "shard_level", "recompute", "cpu_offload", "precision", "global_batch",
     "micro_batch", "clip", "bucket_mb", "compress",
 )  # fmt: skip
+
+
+def follow(settings: RunSettings, given: Collection[str]) -> RunSettings:
+    """Settings under a plan's file: of what it decides, only names that were ``given`` keep their own value (and must
+    then agree with it, ``resolve``). Raises ConfigError where the plan cannot be read."""
+    if settings.plan is None:
+        return settings
+    plan = Plan.read(settings.plan)
+    values = {name: getattr(plan, name) for name in OF_PLAN if name not in given}
+    return settings.model_copy(update=values | ({} if "mesh" in given else {"mesh": None}))
+
+
+def gave_way(plan: Plan, file: str, defaults: Mapping[str, Any]) -> list[str]:
+    """A note on the job's own ``defaults`` in whose place a plan's file put other values; none: no note."""
+    own = RunSettings.parse(defaults, "defaults")
+    pairs = {name: (getattr(plan, name), getattr(own, name)) for name in defaults if name in OF_PLAN}
+    if own.mesh is not None:
+        pairs["mesh"] = (str(plan.mesh), own.mesh)
+    found = [f"{name} {_shown(here)} (the job's own: {_shown(there)})" for name, (here, there) in pairs.items()
+             if here != there]  # fmt: skip
+    return [f"{file} decides {', '.join(found)}"] if found else []
+
+
+def _shown(value: Any) -> str:
+    return "off" if value is None else str(value)
 
 
 def wanted_mesh(settings: RunSettings, workers: int | None) -> Mesh:
@@ -34,7 +62,7 @@ def resolve(settings: RunSettings, workers: int) -> Plan:
     mesh = wanted_mesh(settings, workers)
     if settings.plan is not None:
         plan = Plan.read(settings.plan)
-        given = {name: getattr(settings, name) for name in settings.model_fields_set & set(OF_PLAN)}
+        given = {name: getattr(settings, name) for name in OF_PLAN if name in settings.model_fields_set}
         other = [
             f"{name} {value} (the plan: {getattr(plan, name)})"
             for name, value in given.items()

@@ -12,6 +12,7 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.core.fields import flat, nest
 from shoal.core.settings import split_override
 from shoal.engine.record import job_fields, module_name
+from shoal.engine.resolve import OF_PLAN, follow
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
 
@@ -83,7 +84,9 @@ def make_job(cls: type[Job], overrides: Sequence[str] | Mapping[str, Any]) -> Jo
 
 
 def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
-    """Run settings: the job's own ``defaults`` below what was ``given``. Raises ConfigError."""
+    """Run settings: the job's own ``defaults`` below what a plan's file decides, below what was ``given``.
+
+    A layout that was given (a mesh, a plan) goes before the other one of the defaults. Raises ConfigError."""
     defaults = getattr(cls, "defaults", {})
     if not isinstance(defaults, Mapping):
         raise ConfigError(
@@ -94,20 +97,27 @@ def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
         raise ConfigError(
             f"{cls.__name__}.defaults: no setting {unknown[0]!r}; {nearest(unknown[0], RunSettings.model_fields)}"
         )
-    settings = RunSettings.parse({**defaults, **given}, "settings")
+    own = dict(defaults)
+    if given.get("mesh") is not None:
+        own.pop("plan", None)
+    settings = follow(RunSettings.parse({**own, **given}, "settings"), given)
     return settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))})
 
 
-def origins(job: Job, overrides: Iterable[str], given: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Where each field of the job and each setting of the run has its value from: given, job or default."""
+def origins(
+    job: Job, overrides: Iterable[str], given: Iterable[str], plan: str | None = None
+) -> dict[str, dict[str, str]]:
+    """Where each field of the job and each setting of the run has its value from: given, plan (a ``plan``'s file was
+    asked for), job or default."""
     paths = list(overrides)
     fields = {
         name: "given" if any(f"{name}.".startswith(f"{path}.") for path in paths) else "job"
         for name, _ in flat(job_fields(job))
     }
     defaults, asked = getattr(type(job), "defaults", {}), set(given)
+    decided = {"mesh", *OF_PLAN} if plan is not None else set[str]()
     settings = {
-        name: "given" if name in asked else "job" if name in defaults else "default"
+        name: "given" if name in asked else "plan" if name in decided else "job" if name in defaults else "default"
         for name in RunSettings.model_fields
     }
     return {"fields": fields, "settings": settings}

@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 from shoal.core.errors import ConfigError, nearest
 from shoal.engine.build import Place, build
 from shoal.engine.record import check_folder
+from shoal.engine.resolve import follow
 from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
@@ -89,7 +90,7 @@ def prepare(job: Job | None = None, *, on_note: Callable[[str], None] | None = N
         job._parts = parts
     elif parts:
         raise ConfigError(f"prepare() was given a job and {', '.join(parts)}; give one or the other")
-    settings = RunSettings.parse({"out": "runs/own_loop", **given}, "prepare()")
+    settings = follow(RunSettings.parse({"out": "runs/own_loop", **given}, "prepare()"), given)
     return _start(job, settings, on_note or (lambda text: print(f"note: {text}", file=sys.stderr, flush=True)))
 
 

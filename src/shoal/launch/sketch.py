@@ -43,7 +43,7 @@ def sketch_of(job: Job | str, fields: Mapping[str, Any] | Sequence[str], precisi
     """The sketch of a job, or of the one in a file with these ``fields``. Raises ConfigError."""
     cls = type(job) if isinstance(job, Job) else load_class(job)
     made = job if isinstance(job, Job) else make_job(cls, fields)
-    return sketch(made, make_settings(cls, {"precision": precision} if precision else {}))
+    return sketch(made, make_settings(cls, {"plan": None} | ({"precision": precision} if precision else {})))
 
 
 def sketch(job: Job, settings: RunSettings, whole: bool = True) -> Sketch:

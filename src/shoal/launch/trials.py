@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError
-from shoal.engine.resolve import OF_PLAN
 from shoal.launch.automatic import WARM_UP, measured
 from shoal.launch.train import train
 from shoal.launch.world import device_kind, worker_count
@@ -24,10 +23,9 @@ def run_plan(file: str, fields: Mapping[str, Any], plan: Plan) -> dict[str, floa
     with tempfile.TemporaryDirectory(prefix="shoal-trial-") as folder:
         path = Path(folder) / "plan.toml"
         plan.write(path)
-        decided = {name: getattr(plan, name) for name in OF_PLAN}  # in place of the job's own defaults
         train(
-            file, fields=fields, workers=plan.mesh.size, plan=str(path), mesh=None, out=str(Path(folder) / "run"),
-            steps=WARM_UP + STEPS, epochs=None, eval_every=10**9, save_every=None, sinks=(), **decided,
+            file, fields=fields, workers=plan.mesh.size, plan=str(path), out=str(Path(folder) / "run"),
+            steps=WARM_UP + STEPS, epochs=None, eval_every=10**9, save_every=None, sinks=(),
         )  # fmt: skip
         found = measured(Path(folder) / "run")
     assert found is not None  # it took more steps than warm it up

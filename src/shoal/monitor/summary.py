@@ -164,6 +164,7 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
     for origin, words in (
         ("given", "given"),
         ("job", "from the job's file"),
+        ("plan", "decided by the plan's file"),
         ("planned", "as planned"),
         ("default", "by default"),
     ):

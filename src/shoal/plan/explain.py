@@ -35,6 +35,8 @@ HELD = {
 }
 #: A step's model FLOPs over those of its forward: backward counts twice, recompute not at all.
 PASSES = 3
+#: Of what makes a plan slower, a part that is a smaller share is not spoken of.
+TOLD = 0.1
 #: Steps closer than this share are called equal: no model is better.
 EQUAL = 0.02
 
@@ -130,10 +132,10 @@ def memory_text(memory: Memory, cluster: Cluster) -> str:
 
 def lost(best: Found, other: Found) -> str:
     """Why another plan is slower, part by part."""
-    gap = other.cost.step_s - best.cost.step_s
     changes = {name: getattr(other.cost, name) - getattr(best.cost, name) for name in PARTS}
-    worse = sorted(((change, name) for name, change in changes.items() if change > 0), reverse=True)[:2]
-    better = sorted((change, name) for name, change in changes.items() if change < -0.1 * gap)[:2]
+    least = TOLD * sum(change for change in changes.values() if change > 0)
+    worse = sorted(((change, name) for name, change in changes.items() if change > least), reverse=True)[:2]
+    better = sorted((change, name) for name, change in changes.items() if change < -least)[:2]
     text = " and ".join(f"{seconds(change)} more {PARTS[name]}" for change, name in worse)
     if better:
         text += ", though " + " and ".join(f"{seconds(-change)} less {PARTS[name]}" for change, name in better)
@@ -153,8 +155,14 @@ UNTRACED = (
 )
 
 
+def percent(share: float) -> str:
+    """``0.482 -> '48%'``; near nothing and near all with a tenth: ``'99.6%'``."""
+    return f"{share:.0%}" if 0.05 <= share <= 0.95 else f"{share:.1%}"
+
+
 def binds(best: Found, free: Found | None, cluster: Cluster) -> str:
-    """What keeps the best plan from being faster. ``free``: the best one if memory did not bind."""
+    """What keeps the best plan from being faster: memory, or else the part that is more than all others together; where
+    none is, the largest. ``free``: the best one if memory did not bind."""
     step = best.cost.step_s
     if free is not None and free.cost.step_s < step * (1 - EQUAL):
         gain = step / free.cost.step_s - 1
@@ -163,13 +171,16 @@ def binds(best: Found, free: Found | None, cluster: Cluster) -> str:
             f"{gib(cluster.device.memory_bytes * USABLE)}, {layout(free.candidate)} would be {gain:.0%} faster "
             f"({seconds(free.cost.step_s)})."
         )
-    name, value, share = parts(best.cost, PARTS)[0]
-    if name == PARTS["compute_s"]:
-        rest = 1 - share
-        other = parts(best.cost, PARTS)[1:2]
-        more = f"; the largest other part is {other[0][0]} with {other[0][2]:.1%}" if other else ""
-        return f"Arithmetic binds: {share:.0%} of the step is compute, and all else together {rest:.1%}{more}."
-    return f"{name.capitalize()} binds: {seconds(value)} of {seconds(step)} ({share:.0%})."
+    (name, value, share), *others = parts(best.cost, PARTS, 0.0)
+    if share > 0.9995:
+        return f"What binds is {name}: it is all of the step ({seconds(value)})."
+    other = f"{others[0][0]} with {percent(others[0][2])}"
+    if share > 0.5:
+        return (
+            f"What binds is {name}: {percent(share)} of the step ({seconds(value)}), all else together "
+            f"{percent(1 - share)}; the largest other part is {other}."
+        )
+    return f"No part binds alone: the largest is {name} with {percent(share)} of the step ({seconds(value)}), then {other}."
 
 
 class Tried(NamedTuple):

@@ -41,7 +41,7 @@ from shoal.engine.run import Hooks, Run
 from shoal.engine.settings import RunSettings
 from shoal.engine.step import FIGURES
 from shoal.job import Job
-from shoal.launch.jobfile import LoadingStops, load_class, loading, make_job, make_settings
+from shoal.launch.jobfile import LoadingStops, load_class, loading, make_job, make_settings, origins
 from shoal.launch.sketch import sketch
 from shoal.parallel.shard.pieces import local
 from shoal.plan.plan import Plan
@@ -97,7 +97,10 @@ def rehearse(
     notes: list[str] = []
     if predict:
         said, notes = _prediction(made, asked, plan)
-    found = [_rehearsed(made, asked, plan, each, said[coordinates(plan.mesh, each).pipeline]) for each in chosen]
+    origin = origins(made, (), settings, asked.plan)
+    found = [
+        _rehearsed(made, asked, plan, each, said[coordinates(plan.mesh, each).pipeline], origin) for each in chosen
+    ]
     correction = None
     if device is not None and predict:
         correction = _correction(_sketch(made, asked, plan), plan, device.kernels)
@@ -138,14 +141,18 @@ def _correction(sketched: Sketch, plan: Plan, kernels: Any) -> list[float]:
     return [a.memory.total_bytes - b.memory.total_bytes for a, b in zip(there, here, strict=True)]
 
 
-def _rehearsed(job: Job, settings: RunSettings, plan: Plan, rank: int, said: Foretold | None) -> Rehearsed:
+def _rehearsed(
+    job: Job, settings: RunSettings, plan: Plan, rank: int, said: Foretold | None, origin: Mapping[str, Any]
+) -> Rehearsed:
     """One rank's step. No process group, file or random state is left behind."""
     mode, notes = FakeTensorMode(allow_non_fake_inputs=True), list[str]()
     matmul = torch.get_float32_matmul_precision()
     with _world(rank, plan.mesh.size), undisturbed(), tempfile.TemporaryDirectory(prefix="shoal-rehearsal-") as out:
         try:
             own = settings.model_copy(update={"out": str(Path(out) / "run")})
-            run = build(job, own, Place(torch.device("cpu"), memory=lambda: mode), Hooks(tell=notes.append))
+            run = build(
+                job, own, Place(torch.device("cpu"), memory=lambda: mode), Hooks(tell=notes.append), origins=origin
+            )
             try:
                 counted = _stepped(run, mode)
             finally:

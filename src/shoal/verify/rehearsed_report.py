@@ -75,6 +75,7 @@ class Rehearsal(NamedTuple):
             "Counted with the CPU's kernels, whose operations are not fused: what a device's own fused kernels do not "
             "keep for backward, it does not need."
         )
+        told += [f"note: {note}" for note in dict.fromkeys(note for each in self.ranks for note in each.notes)]
         return told + [f"Not known: {note}." for note in self.notes]
 
     def print(self) -> None:
@@ -95,6 +96,7 @@ class Rehearsal(NamedTuple):
                         "memory": {**each.said.memory._asdict(), "total_bytes": each.said.memory.total_bytes},
                         "flops": each.said.flops, "traffic": each.said.traffic,
                     },
+                    "notes": list(each.notes),
                     "correction_bytes": self.correction[each.at.pipeline] if self.correction else None,
                 }
                 for each in self.ranks

@@ -17,7 +17,7 @@ import torch
 
 from shoal.core.errors import ConfigError, DataError, ModelError, NumericsError, WorkerFailure
 from shoal.core.fields import flat
-from shoal.engine.resolve import OF_PLAN, resolve
+from shoal.engine.resolve import resolve
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
 from shoal.launch.jobfile import LoadingStops, load_class, loading, make_job, make_settings, origins
@@ -144,8 +144,6 @@ def _settings(cls: type[Job], given: Mapping[str, Any], mesh: Mesh, folder: Path
         "save_every": None, "loader_workers": 0, "debug_collectives": False, "epochs": None,
     }  # fmt: skip
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set} | aside
-    if given.get("plan"):
-        chosen = {name: value for name, value in chosen.items() if name not in OF_PLAN or name in (*given, "precision")}
     return RunSettings.parse(chosen, "settings")
 
 
