@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from published_cells import clean, number, precision, recomputed, says, sharding, whole
 from published_models import MODELS
-from published_systems import Skip, System, cut, device_name, hardware, network, stated_bytes, system
+from published_systems import PYTORCH, Skip, System, cut, device_name, hardware, limited, network, stated_bytes, system
 
 from shoal.cluster.facts import Cluster
 from shoal.plan.candidate import Candidate
@@ -87,7 +87,8 @@ def read(row) -> Case:
     mesh, level, world = mesh_of(row)
     found = in_place(found, mesh, world)
     name, (speed, efa) = device_name(row), network(row)
-    cluster = found.on(hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row), stated_bytes(row)))
+    cluster = hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row), stated_bytes(row))
+    cluster = found.on(cluster.model_copy(update={"device": limited(cluster.device, name, row)}))
     return Case(
         row=row,
         shape=shape,
@@ -115,10 +116,11 @@ def published_rate(row) -> tuple[str, float] | None:
 def in_place(found: System, mesh: Mesh, world: int) -> System:
     """nanotron keeps gathered inputs where it has no pipeline, and waits for tensor collectives where it has one; there
     messages between stages block their ranks with tensor groups over more than two nodes, or more than 256 devices.
-    torch's loss over parts of the classes holds log-probability, gradient, exponential and their sum in float32."""
+    torch's loss over parts of the classes holds log-probability, gradient, exponential and their sum in float32, and
+    what its column-wise layers gathered is kept."""
     software = found.software
-    if found.name == "fsdp" and mesh.tensor > 1:  # torch/distributed/tensor/parallel/loss.py
-        return found._replace(software=software._replace(loss_kept=16))
+    if found.name in PYTORCH and mesh.tensor > 1:  # torch/distributed/tensor/parallel/loss.py
+        return found._replace(software=software._replace(loss_kept=18, regathers=False))
     if not found.piped_kernels:
         return found
     if mesh.tensor <= 16 and world <= 256:
@@ -197,8 +199,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
 def shares(row, found: System) -> list[float]:
     """Shares of the layers that may have been recomputed, the least first."""
     share = recomputed(row, found.name.startswith("megatron"))
-    if share == 0.5 and row["recompute"] == "selective":
-        share = found.selective
+    share = 0.0 if "operations" in found.software.again else share
     share = found.recomputed if share is None else share
     if share is None:
         return [step / 4 for step in range(found.recompute_steps + 1)]
@@ -228,6 +229,8 @@ def batches(row, shape: Shape, found: System, mesh: Mesh) -> list[tuple[int, int
         slots = shape.layers if shape.layers % pipeline == 0 else shape.layers + 2
         chunks = [n for n in range(1, CHUNKS + 1) if n == 1 or slots % (pipeline * n) == 0]
     made = []
+    if not stated and found.name in PYTORCH and pipeline > 1 and batch:  # torchtitan's pipelining_utils.py: as many
+        return [(max(1, round(batch / (ranks * pipeline))), pipeline, parts) for parts in chunks]  # as it has stages
     for micro in (stated,) if stated else MICRO_BATCHES:
         usual = micro * ranks * (4 * pipeline if pipeline > 1 else 1)
         accumulation = max(1, round((batch or usual) / (micro * ranks)))

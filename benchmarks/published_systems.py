@@ -28,7 +28,7 @@ class System(NamedTuple):
     ``stranded``: bytes per parameter a rank updates that its step frees in pieces too
     small for what comes next: the allocator keeps them as long as the device has room. ``cuts``: a pipeline's stages,
     as ``starts`` says. ``recomputed``: share of the layers, where a row does not say (None: as few as fit);
-    ``selective``: where it says no more than that. ``chunks_loss``: float32 for an eighth of the logits at a time.
+    ``chunks_loss``: float32 for an eighth of the logits at a time.
     ``offloads``: to the host what layers keep, where recomputing does not do."""
 
     name: str
@@ -49,7 +49,6 @@ class System(NamedTuple):
     splits_positions: bool = False
     stranded: float = 0.0
     recomputed: float | None = None
-    selective: float = 0.5
     chunks_loss: bool = False
     offloads: bool = False
     first_word: tuple[str, ...] = ()
@@ -88,6 +87,14 @@ _MEGATRON = System(
     bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER_PLAIN,
     first_word=("megatron",),
 )  # fmt: skip
+#: The block of the bf16 logits (2) lies idle beside those in float32: nothing asks for one of its size. Gradients of
+#: keys and values go round in float32 (torch/distributed/tensor/experimental/_attention.py).
+_FSDP = System(
+    "fsdp", _EAGER._replace(loss_kept=14, ring_gradient=4), States(4, 2, 4, 8, 2), gradient_buffers=False,
+    splits_positions=True, first_word=("fsdp",),
+)  # fmt: skip
+#: Systems of PyTorch's own wrappers.
+PYTORCH = ("fsdp", "torchtitan")
 SYSTEMS = (
     System(
         # RMSNorm fused, SwiGLU not; float32 gradients accumulated, then reduced without overlap in large buckets.
@@ -143,12 +150,9 @@ SYSTEMS = (
         "deepspeed", _EAGER, States(2, 0, 2, 12, step=4), bucket_bytes=1e9, splits_positions=True,
         first_word=("deepspeed",),
     ),
-    # torch's selective checkpointing by operation as torchtitan sets it: of 37 h bytes that a layer of Llama's shape
-    # keeps 15.5 stay: its input, every second product's result, attention's. Blocks are compiled, not the loss.
-    System(
-        "fsdp", _EAGER, States(4, 2, 4, 8, 2), gradient_buffers=False, splits_positions=True, selective=0.58,
-        first_word=("fsdp", "torchtitan"),
-    ),
+    # As FSDP, but gradients are reduced in float32.
+    _FSDP._replace(name="torchtitan", states=States(4, 2, 4, 8), first_word=("torchtitan",)),
+    _FSDP,
 )  # fmt: skip
 #: internlm/solver/optimizer/fsdp_optimizer.py: FSDP's bf16 gradients stay; units' float32 copies take the places of
 #: those for the norm.
@@ -167,11 +171,10 @@ def system(row) -> System:
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
     fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|torch\.compile"
     compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
-    if found.name in ("fsdp", "torchtune") and compiled and row["compile"].lower() != "no":
-        found = found._replace(software=_COMPILED._replace(loss_kept=10 if found.chunks_loss else _COMPILED.loss_kept))
-    elif found.name in ("fsdp", "torchtune") and row["recompute"] == "selective" and "block" not in row["notes"]:
-        kept = {"norm_kept": _COMPILED.norm_kept, "activation_kept": _COMPILED.activation_kept}  # results of products
-        found = found._replace(software=found.software._replace(**kept))
+    if found.name in (*PYTORCH, "torchtune") and compiled and row["compile"].lower() != "no":
+        found = found._replace(software=compiled_software(found, row))
+    if found.name in (*PYTORCH, "torchtune") and by_operation(row):
+        found = found._replace(software=found.software._replace(again=("operations",)))
     alone = re.search("select|attn|attention", row["recompute"].lower())
     named = re.search(r"recompute ([^;]+)", row["notes"])  # which modules are
     others = named is not None and not re.search("attn|attention", named[1])
@@ -182,6 +185,29 @@ def system(row) -> System:
     if "V100" in row["gpu"].upper() and "flash" not in row["notes"].lower():  # fused attention needs an A100
         found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
+
+
+def by_operation(row) -> bool:
+    """Whether selective checkpointing is torchtitan's, of single operations, not of every second layer."""
+    cell = row["recompute"].lower()
+    if "HFU" in row["notes"]:  # which says how much was computed again
+        return False
+    return cell == "selective" and "block" not in row["notes"] or re.search(r"\bop\b", cell) is not None
+
+
+#: When torchtitan came to compile the loss where it compiles the model: gradients of bf16 logits then are bf16, and
+#: nothing is kept in float32. https://github.com/pytorch/torchtitan/pull/1033
+COMPILES_LOSS = (2025, 4)
+
+
+def compiled_software(found: System, row) -> Software:
+    """Kernels of a compiled model of PyTorch; by the month that its source names (none: young) its loss too."""
+    if found.chunks_loss:
+        return _COMPILED._replace(loss_kept=10)
+    dated = re.search(r"20(2\d)-?(0\d|1[0-2])", row["source"])
+    loss = dated is None or (2000 + int(dated[1]), int(dated[2])) >= COMPILES_LOSS
+    kept = 4 if loss and found.name == "torchtitan" else found.software.loss_kept
+    return _COMPILED._replace(loss_kept=kept, ring_gradient=found.software.ring_gradient)
 
 
 #: What tables call the parts of a layer that are computed again.
@@ -254,6 +280,24 @@ def stated_bytes(row) -> int | None:
     """Device memory where the device's name states it."""
     found = re.search(r"(\d+) ?GI?B?\b", row["gpu"].upper())
     return int(found[1]) * 10**9 if found and int(found[1]) >= 8 else None
+
+
+#: Watts that a device may draw, where less is stated: clocks and rates fall with the cube root, since a chip's power
+#: grows with clock times voltage squared, and the voltage with the clock.
+#: https://www.nvidia.com/en-us/data-center/h100/, h200/, a100/
+WATTS = {"h100": 700.0, "h200": 700.0, "a100-80gb": 400.0, "a100-40gb": 400.0, "b200": 1000.0, "mi300x": 750.0}
+
+
+def limited(device: Device, name: str, row) -> Device:
+    """The device as a row says that it runs: at how many watts, and how fast its memory is."""
+    text = f"{row['gpu']} {row['notes']}"
+    slower = {}
+    if said := re.search(r"([\d.]+) ?TB/s(?:ec)?(?! (?:inter|per|node))", text):
+        slower["memory_bytes_per_s"] = float(said[1]) * 1e12
+    if (said := re.search(r"(\d+) ?W\b", text)) and float(said[1]) < WATTS.get(name, 0.0):
+        clock = (float(said[1]) / WATTS[name]) ** (1 / 3)
+        slower["flops_per_s"] = {precision: rate * clock for precision, rate in device.flops_per_s.items()}
+    return device.model_copy(update=slower)
 
 
 @cache

@@ -147,7 +147,7 @@ def test_kernels_and_states_are_read_from_notes():
     said = with_notes(plain, "8-bit adamw, optimizer-in-backward, chunked cross entropy")
     assert (said.states.gradient, said.states.sent) == (0, plain.states.sent)
     assert 2 < said.states.optimizer < 2.1 and with_notes(plain, "paged 8-bit adamw").states.optimizer == 0
-    assert (plain.software.loss_kept, said.software.loss_kept) == (12, 2 + 4 + 12 / 8)
+    assert (plain.software.loss_kept, said.software.loss_kept) == (14, 2 + 4 + 14 / 8)
     made = system(row(source="torchtune", tp="1", pp="1", compile="yes"))
     assert made.software.loss_kept == 2 + 10 / 8  # its configurations cut the loss
     ablation = system(row(source="torchtune", tp="1", pp="1", compile="yes", notes="+compile; cumulative"))
@@ -268,16 +268,53 @@ def test_what_does_not_fit_when_recomputed_is_offloaded_where_the_system_can():
     assert plans[0][0].shard_all and not read(row(sharding="none")).candidates[0].shard_all
 
 
-def test_selective_checkpointing_in_torch_keeps_results_of_products():
-    cells = {"source": "torchtitan FSDP", "recompute": "selective", "vp": "", "pp": "1", "n_gpus": "32"}
-    eager, compiled, parts = (
-        read(row(**cells | more)) for more in ({"tp": "1"}, {"tp": "1", "compile": "yes"}, {"tp": "8", "dp": "4"})
-    )
-    assert [case.system.name for case in (eager, compiled, parts)] == ["fsdp"] * 3
-    assert [1 - case.candidates[0].keep for case in (eager, compiled)] == pytest.approx([0.58, 0.58])
-    kept = [(case.system.software.norm_kept, case.system.software.activation_kept) for case in (eager, compiled)]
-    assert kept == [(1, 2), (1, 2)] and read(row(**cells | {"tp": "1", "recompute": ""})).system.software.norm_kept == 3
-    assert [case.system.software.loss_kept for case in (eager, compiled, parts)] == [12, 12, 16]
+def test_selective_checkpointing_in_torch_is_of_single_operations_or_of_layers():
+    """https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/activation_checkpoint.py"""
+    cells = {"source": "torchtitan FSDP", "vp": "", "pp": "1", "n_gpus": "32", "tp": "1"}
+
+    def made(recompute, **more):
+        case = read(row(**cells | {"recompute": recompute} | more))
+        return case.system.name, case.system.software.again, 1 - case.candidates[0].keep
+
+    assert made("selective") == made("selective op") == ("torchtitan", ("operations",), 0)
+    assert made("selective layer") == ("torchtitan", (), 0.5)
+    assert made("selective", notes="every second block")[2] == 0.5
+    assert made("none") == ("torchtitan", (), 0)
+
+
+def test_the_loss_of_torch_is_compiled_with_the_model_since_2025():
+    """https://github.com/pytorch/torchtitan/pull/1033"""
+
+    def kept(source, **more):
+        return read(row(source=source, vp="", pp="1", n_gpus="32", **{"tp": "1"} | more)).system.software.loss_kept
+
+    assert [kept("torchtitan llama3_h100_2024-12"), kept("torchtitan 202412", compile="yes")] == [14, 14]
+    assert [kept("torchtitan 202506", compile="yes"), kept("torchtitan", compile="yes")] == [4, 4]
+    assert kept("FSDP", compile="yes") == 14 and kept("torchtitan", tp="8", dp="4") == 18  # parts of the classes
+
+
+def test_torch_sums_gradients_in_float32_and_keeps_what_its_layers_gathered():
+    case = read(row(source="torchtitan", vp="", pp="1", n_gpus="32", dp="4"))
+    assert case.candidates[0].states.sent == 4 and read(row(source="FSDP")).candidates[0].states.sent == 2
+    assert not case.system.software.regathers and case.system.software.ring_gradient == 4
+
+
+def test_torchs_pipelines_have_as_many_micro_batches_as_ranks_where_a_row_does_not_say():
+    """https://github.com/pytorch/torchtitan, torchtitan/parallelisms/pipelining_utils.py"""
+    cells = {"source": "torchtitan", "micro_batch": "", "pp": "4", "vp": "1", "n_gpus": "128", "dp": "4"}
+    found = {(one.micro_batch, one.accumulation) for one in read(row(**cells)).candidates}
+    assert found == {(4, 4)}
+
+
+def test_memory_and_power_that_a_row_states():
+    usual = preset("h100").device
+    said = read(row(notes="HBM2e with 2.4 TB/sec; 500 W power limit")).cluster.device
+    assert said.memory_bytes_per_s == 2.4e12
+    assert said.flops_per_s["bf16"] == pytest.approx(usual.flops_per_s["bf16"] * (5 / 7) ** (1 / 3))
+    for notes in ("700 W", "3.2 Tb/s per node", "2 TB/s inter-node", "12W"):
+        more = read(row(notes=notes)).cluster.device
+        assert more.memory_bytes_per_s == usual.memory_bytes_per_s
+        assert (more.flops_per_s == usual.flops_per_s) == (notes != "12W")
 
 
 def test_deepspeed_alone_holds_two_bytes_per_weight_and_shares_out_sixteen():

@@ -123,6 +123,22 @@ def test_states_are_shared_out_among_all_ranks_that_hold_the_same_weights():
     assert many == pytest.approx(12 * ((mixed.parameters - experts) / 16 + experts / 4))  # 32 ranks, 8 parts
 
 
+def test_weights_in_shards_that_stay_gathered_are_copies_and_gradients_whole_until_a_pipelines_last():
+    """As FSDP2 holds a pipeline's stages: float32 shards, whole weights in bf16, whole sums of gradients."""
+    mixed = States(4, 2, 4, 8)
+    plan = Candidate(Mesh(shard=8), 1, 1, shard_level=2, states=mixed)
+    alone = closed_peak(MADE, plan, DEVICE)
+    assert states(alone) == pytest.approx(N * (2 + (4 + 4 + 8) / 8))
+    staged = plan._replace(mesh=Mesh(pipeline=2, shard=8), accumulation=4, starts=(0, 9), schedule="1f1b")
+    sums = closed_ranks(MADE, staged, DEVICE)
+    assert sum(one.gradients for one in sums) == pytest.approx(4 * N)
+    assert sum(one.weights for one in sums) == pytest.approx(N * (2 + 4 / 8))
+    narrow = closed_ranks(MADE, staged._replace(states=States(4, 2, 4, 8, 2)), DEVICE)
+    assert sum(one.gradients for one in narrow) == pytest.approx(2 * N)
+    among = plan._replace(mesh=Mesh(context=8), shard_all=True)  # context ranks share them out as well
+    assert states(closed_peak(MADE, among, DEVICE)) == pytest.approx(states(alone))
+
+
 def test_parts_that_are_computed_again_are_whole_for_a_moment():
     plan = Candidate(Mesh(), 1, 1, states=STATES)
     small = Shape("s", 4, 2048, 16, 16, 8192, 512)

@@ -153,3 +153,27 @@ def test_parts_of_a_layer_that_are_computed_again_are_not_kept_and_run_once_more
 def test_keys_and_values_copied_to_all_heads_are_kept_so():
     plain, copied = (kept(layer(profile(LLAMA_8B, S, software=Software(expands=e)))) for e in (False, True))
     assert copied - plain == 2 * 2 * (32 - 8) * 128 * S
+
+
+def test_operations_alone_computed_again_keep_a_layers_input_and_every_second_product():
+    """torchtitan keeps query, value, gate and down of seven products, and attention's result."""
+    h, f, kv = 4096, 14336, 8 * 128
+    made, whole = (layer(profile(LLAMA_8B, S, software=Software(again=again))) for again in (("operations",), ()))
+    assert kept(made) == S * (2 * (h + h + kv + h + f + h) + 4 * 32)
+    again = {op.name: op.backward for op in made.ops}
+    plain = {op.name: op.backward for op in whole.ops}
+    runs = {"attention": 0, "ffn_down": 0, "ffn_up": 0.5, "qkv": kv / (h + 2 * kv)}
+    assert {name: again[name] - plain[name] for name in plain} == pytest.approx(
+        {name: runs.get(name, 1) for name in plain}
+    )
+    old = layer(profile(GPT, S, software=Software(again=("operations",))))
+    assert [op.backward for op in old.ops if op.name in ("ffn_up", "ffn_down")] == [2, 3]
+    mixed = layer(profile(MIXTRAL, S, software=Software(again=("operations",))))
+    assert kept(mixed) == S * (2 * (h + h + kv + h) + 4 * 32)  # nothing of experts
+    assert made.again_bytes == kept(whole) - kept(made)
+
+
+def test_context_ranks_exchange_keys_of_all_heads_where_these_are_copied_before():
+    software = Software(expands=True, ring_gradient=4)
+    keys = [t for t in layer(profile(LLAMA_8B, S, Split(context=2), software=software)).traffic if t.axis == "context"]
+    assert [t.bytes for t in keys] == [2 * 2 * S * 32 * 128] * 2 + [2 * 4 * S * 32 * 128]

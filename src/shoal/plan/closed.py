@@ -67,15 +67,19 @@ def _memory(profile: Profile, candidate: Candidate, device: Device, place: int) 
     recomputes = candidate.recompute != "none" and candidate.keep < 1
     head = [op for block in blocks if block.kind == "head" for op in block.ops]
     host = candidate.cpu_offload and mesh.shard > 1
+    whole = 0.0  # copies that weights in shards are computed with, and whole gradients until a pipeline's last one
+    if states.compute and copies > 1 and candidate.shard_level < 3:
+        whole = sum(counts) * states.compute
+    width, level = (states.sent, 4) if whole and mesh.pipeline > 1 else (states.gradient, 2)
     found = Memory(
         rank=rank_of(mesh, pipeline=place),
         moment="loss",
-        weights=0.0 if host else held(states.weight, 3),
-        gradients=_gradients(blocks, candidate, 0.0 if host else held(states.gradient, 2)),
+        weights=whole + (0.0 if host else held(states.weight, 1 if whole else 3)),
+        gradients=_gradients(blocks, candidate, 0.0 if host else held(width, level)),
         optimizer=0.0 if host else held(states.optimizer, 1),
         activations=kept,
         logits=sum(op.kept_bytes for op in head) * micro,
-        buffers=_gathered(blocks, candidate),
+        buffers=_gathered(blocks, candidate, copies),
         overhead=float(device.reserved_bytes),
     )
     late = not candidate.gradient_buffers and candidate.accumulation == 1  # gradients get their room in the backward
@@ -100,10 +104,10 @@ def _gradients(blocks: Sequence[Block], candidate: Candidate, held: float) -> fl
     return max((weight.numel for block in blocks for weight in block.weights), default=0) * candidate.states.sent
 
 
-def _gathered(blocks: Sequence[Block], candidate: Candidate) -> float:
-    """Bytes of gathered units, and of the gradient of one, where weights are sharded."""
+def _gathered(blocks: Sequence[Block], candidate: Candidate, copies: int) -> float:
+    """Bytes of gathered units, and of the gradient of one, where weights are shared out among ``copies`` ranks."""
     states = candidate.states
-    if candidate.shard_level < 3 or candidate.mesh.shard == 1:
+    if candidate.shard_level < 3 or copies == 1:
         return 0.0
     unit = max((_numel([block], False) for block in blocks), default=0.0)
     return unit * ((states.compute or states.weight) * UNITS + states.sent)

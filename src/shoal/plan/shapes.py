@@ -92,7 +92,9 @@ class Software(NamedTuple):
     parallelism, gathered inputs are gathered anew in backward, not kept. ``expands``: keys and values are copied to
     every head before attention, which keeps the copies. ``again``: parts of a layer that are computed again in the
     backward, as Megatron-LM names them: layernorm, act, moe, mlp, shared; attention, which then keeps no scores
-    (selective recomputation, https://arxiv.org/abs/2205.05198)."""
+    (selective recomputation, https://arxiv.org/abs/2205.05198); operations: all of a layer but every second product and
+    attention. ``ring_gradient``: bytes of a number in the gradients of keys and values that context ranks sum (0: as
+    an activation's)."""
 
     flash: bool = True
     skips: bool = True
@@ -113,6 +115,7 @@ class Software(NamedTuple):
     grouped: float = 0.8
     kernels: float = 16
     expert_kernels: float = 100
+    ring_gradient: float = 0
 
 
 class Split(NamedTuple):

@@ -110,6 +110,8 @@ class Share:
     def again(self, mixer: str, ops: list[Op]) -> list[Op]:
         """A mixer's operations, norm first, with those that the backward computes again: their results are not kept."""
         parts, body = self.software.again, {"E": "moe", "-": "mlp"}.get(mixer, "")
+        if "operations" in parts:
+            return [self.every_second(op, mixer) for op in ops]
         made = []
         for at, op in enumerate(ops):
             kept, runs = op.kept_bytes, 0
@@ -121,6 +123,20 @@ class Share:
                 kept = 0.0
             made.append(op._replace(kept_bytes=kept, backward=op.backward + runs))
         return made
+
+    def every_second(self, op: Op, mixer: str) -> Op:
+        """An operation of a layer that keeps its input, the results of every second product and attention's alone, as
+        torch's selective checkpointing is set up by https://github.com/pytorch/torchtitan (parallelize_llama.py): of
+        query, key, value, out, gate, up, down the products of query, value, gate, down. Experts' are all run again."""
+        wide, kv = self.h * self.width, max(1.0, self.shape.kv_heads / self.t) * self.shape.head
+        kept, runs = {
+            "norm": (self.outside * wide * (mixer == "*"), 1.0),
+            "qkv": (op.m * (op.n - kv) * self.width, kv / op.n if op.n else 0.0),
+            "attention": (op.m * (self.shape.heads / self.t) * (self.shape.head * self.width + 4), 0.0),
+            "ffn_up": (op.m * op.n / (self.products - 1) * self.width, 1 - 1 / (self.products - 1)),
+            "ffn_down": (self.outside * wide * self.shape.gated, 1.0 - self.shape.gated),
+        }.get(op.name, (0.0, 1.0))
+        return op._replace(kept_bytes=kept, backward=op.backward + runs)
 
     def product(self, name: str, k: float, n: float, kept: bool = True, tokens: float | None = None) -> Op:
         """A (tokens, k) x (k, n) product. It keeps its input; one that sequence parallelism gathers, as its share."""
@@ -274,9 +290,11 @@ class Share:
         """Keys and values of all positions, and their gradients."""
         if self.split.context == 1:
             return []
-        nbytes = 2 * self.length * max(1.0, self.shape.kv_heads / self.t) * self.shape.head * self.width
-        gathers = [Traffic("context", "all_gather", phase, nbytes) for phase in ("forward", "backward")]
-        return [*gathers, Traffic("context", "reduce_scatter", "backward", nbytes)]
+        heads = self.shape.heads if self.software.expands else self.shape.kv_heads
+        numel = 2 * self.length * max(1.0, heads / self.t) * self.shape.head
+        gathers = [Traffic("context", "all_gather", phase, numel * self.width) for phase in ("forward", "backward")]
+        scattered = numel * (self.software.ring_gradient or self.width)
+        return [*gathers, Traffic("context", "reduce_scatter", "backward", scattered)]
 
     @staticmethod
     def weight(name: str, numel: float, rows: float, copies: int = 1, tie: str = "") -> Weight:
