@@ -16,6 +16,7 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
+from shoal.plan.overlap import bucketed, coded, exposed
 from shoal.plan.profile import Block, Numbers, Profile, numbers
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
@@ -318,7 +319,10 @@ class Prices:
             tail = bucketed(shard, "reduce_scatter", bucket, bucket)
             wire = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
-        if copies.ranks > 1 and host.computes(self.cluster.device):
+        if copies.ranks > 1 and candidate.codec is not None:
+            weights = [w for stage in mine for block in self._blocks(candidate, stage) for w in block.weights]
+            beside = coded(weights, candidate, copies, self.cluster.device, backward)
+        elif copies.ranks > 1 and host.computes(self.cluster.device):
             beside = host.summed(copies, made, candidate, backward, slowdown)
         elif copies.ranks > 1:
             part = 1 / candidate.mesh.shard
@@ -357,6 +361,10 @@ class Prices:
         """In the weights of a block, by kind."""
         return [numbers(block.weights) for block in self._sample]
 
+    def _blocks(self, candidate: Candidate, stage: int) -> tuple[Block, ...]:
+        ends = (*candidate.starts[1:], len(self._kind))
+        return self.profile.blocks[candidate.starts[stage] : ends[stage]]
+
     def _held(self, candidate: Candidate, mine: list[int]) -> Numbers:
         """In a rank's weights: tied ones are one weight, wherever they are read."""
         ends = (*candidate.starts[1:], len(self._kind))
@@ -381,20 +389,3 @@ def straggling(world: int) -> float:
     """What waiting for the slowest of ``world`` devices adds, as a share of the time of the slowest of ``NODE``: the
     greatest of n normal variables lies about sigma sqrt(2 ln n) above their mean."""
     return JITTER * max(0.0, math.sqrt(2 * math.log(world)) - math.sqrt(2 * math.log(NODE)))
-
-
-def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
-    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
-    if not nbytes:
-        return 0.0
-    calls = max(1, round(nbytes / bucket)) if bucket else 1
-    return calls * where.seconds(collective, nbytes / calls)
-
-
-def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
-    """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
-    only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
-    if not overlaps:
-        return sending
-    hidden = min(max(0.0, sending - tail), computing)
-    return sending - hidden + hidden * (slowdown - 1)
