@@ -121,6 +121,12 @@ class Codec(NamedTuple):
         """Numbers that a rank keeps of a weight: what it has not sent, and PowerSGD's factor to begin with."""
         return of.numel * self.remembers + (self.rank(of) * of.columns if self.name == "powersgd" else 0)
 
+    def working_bytes(self, numel: float, number_bytes: float) -> float:
+        """Of what the codec has at hand of a bucket of ``numel``, besides what it keeps and small parts, at most."""
+        if self.name == "bf16":
+            return numel * (2 * 2 + number_bytes)  # sent, received; widened
+        return numel * (2 + 2 * number_bytes) if self.name == "int8" else 0.0
+
 
 class Traffic(NamedTuple):
     """How gradients travel: the ``coded`` collectives and the bytes that are summed as they are (``plain``)."""

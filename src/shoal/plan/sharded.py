@@ -249,8 +249,11 @@ class Sharded:
         return sum(self.kept(weight) for weight in self.trained) if self.candidate.codec else 0.0
 
     def left_after(self, number: int) -> float:
-        """Bytes that a codec left in this step of the gradients of blocks after this one."""
-        if not self.unsent:
+        """Bytes that a codec left in this step of gradients of blocks after this one, and has at hand of a bucket."""
+        codec, number_bytes = self.candidate.codec, self.states.gradient
+        if codec is None:
             return 0.0
         before = {weight.name for n in self.order if n <= number for weight in self.blocks[n].weights}
-        return sum(self.kept(weight) for weight in self.trained if weight.name not in before)
+        sent = [weight for weight in self.trained if weight.name not in before and codec.carries(weight.matrix)]
+        bucket = min(sum(weight.numel for weight in sent), self.candidate.bucket_bytes / number_bytes)
+        return sum(map(self.kept, sent)) + codec.working_bytes(bucket, number_bytes)

@@ -154,10 +154,11 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        """Send the next bucket, and what follows of a coded one before it: on every rank in this order."""
+        """Send the next bucket, and what follows of coded ones before it: on every rank in this order."""
         self._launch(self.buckets[self._next])
-        if self._next and self.buckets[self._next - 1].coded:
-            self._go_on(self.buckets[self._next - 1])
+        for bucket in self.buckets[: self._next]:
+            if bucket.coded:
+                self._go_on(bucket)
         self._next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
