@@ -24,6 +24,7 @@ FULL = Plan(
     accumulation=8,
     clip=0.1,
     bucket_mb=12.5,
+    compress="bf16",
     model=("llama\x7f\n8b 4x4",),
 )
 

@@ -11,10 +11,11 @@ from shoal.plan.candidate import Candidate, States
 from shoal.plan.collectives import Span
 from shoal.plan.host import summed
 from shoal.plan.mesh import Mesh
+from shoal.plan.overlap import exposed
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
 from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
 from shoal.plan.shapes import Shape, Split
-from shoal.plan.time import Prices, exposed, price, straggling
+from shoal.plan.time import Prices, price, straggling
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit

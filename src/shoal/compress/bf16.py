@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.compress.codec import Memory, Part, Stages, gather
+from shoal.plan.codec import Codec as Spec
 
 
 class Bf16:
     """Each rank gets its share of every other's gradient in bfloat16, sums it in the gradient's own type, and sends the
     sum in bfloat16 to all: two roundings, however many ranks (a bfloat16 all-reduce rounds at every hop)."""
 
-    def __init__(self) -> None:
-        self.memory = Memory()
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.memory = spec, Memory()
 
     def begin(self, name: str, param: nn.Parameter) -> None:
         """Nothing is kept."""

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.plan.codec import Codec as Spec
 from shoal.plan.codec import Matrix, matrix
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the old name warns from torch 2.13 on
@@ -67,13 +69,16 @@ class Memory:
         self.left.clear()
 
 
+def carries(spec: Spec, param: Tensor) -> bool:
+    """Whether a parameter's gradient travels in the codec: a matrix of float32 or float64, large enough."""
+    return param.dtype in (torch.float32, torch.float64) and spec.carries(matrix(param.shape))
+
+
 class Codec(Protocol):
     """Sums gradients over ranks in fewer bytes. Every rank decodes the same bytes, so that replicas stay equal."""
 
-    @property
-    def memory(self) -> Memory:
-        """What it keeps; without any, empty."""
-        ...
+    spec: Spec
+    memory: Memory  # empty where nothing is kept
 
     def begin(self, name: str, param: nn.Parameter) -> None:
         """A parameter whose gradients it will carry; the same on every rank."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.compress.codec import Memory, Part, Stages, gather
 from shoal.plan.codec import BLOCK
+from shoal.plan.codec import Codec as Spec
 
 
 class Int8:
@@ -19,8 +20,8 @@ class Int8:
     What rounding to the nearest takes away, in either of them, is added in the next step.
     """
 
-    def __init__(self) -> None:
-        self.memory = Memory()
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.memory = spec, Memory()
 
     def begin(self, name: str, param: nn.Parameter) -> None:
         """No error yet."""

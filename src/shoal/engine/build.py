@@ -20,7 +20,7 @@ from shoal.checkpoint.writer import Writer
 from shoal.core.errors import ConfigError, DataError, ModelError
 from shoal.core.heap import keep_freed
 from shoal.data.loader import DataSettings, Windows
-from shoal.engine import kernels, record, state
+from shoal.engine import compression, kernels, record, state
 from shoal.engine.average import WeightAverage
 from shoal.engine.buffers import BufferWatch
 from shoal.engine.forward import split_inputs
@@ -129,7 +129,10 @@ def build(
         own = {name: value for name, value in getattr(type(job), "defaults", {}).items() if name in decided}
         notes += gave_way(layout.plan, settings.plan, own)
     notes += [*source.notes, *_told(skipped, found), *([scaled] if scaled else [])]
-    _start_record(run, place, notes, {"batch": batch, "plan": layout.plan.model_dump(mode="json"), "origins": origins})
+    told = {"batch": batch, "plan": layout.plan.model_dump(mode="json"), "origins": origins}
+    if coded := compression.account(run):
+        told["compress"] = coded
+    _start_record(run, place, notes, told)
     if settings.compile:
         model.compile()
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shoal.engine import compression
 from shoal.engine.run import Run
 from shoal.monitor.stragglers import stragglers
 
@@ -47,6 +48,7 @@ def summarise(run: Run, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "skipped": totals.skipped,
         "parts": totals.parts(),
+        "compress": compression.account(run),
         "stopped": run.stopped,
         "stragglers": [str(found) for found in stragglers(run.out, run.ranks)] if run.rank == 0 else [],
     }

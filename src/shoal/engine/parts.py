@@ -103,10 +103,10 @@ def _gradients(
     alike = frozenset(n for n, _ in mine if divided and layout.at.tensor and divided.split(n) is None)
     if sharded is not None:
         return ShardedGradients(sharded, mine, tied, alike)
-    spec = Codec.parse(layout.plan.compress) if layout.plan.compress else None
-    coded = frozenset(name for name, param in mine if spec and compress.carries(spec, param))
-    codec = compress.make(spec) if spec else None
-    return GradientBuckets(mine, int(layout.plan.bucket_mb * 2**20), layout.data, tied, alike, codec, coded)
+    bucket_bytes, codec = int(layout.plan.bucket_mb * 2**20), None
+    if layout.plan.compress is not None:
+        codec = compress.make(Codec.parse(layout.plan.compress))
+    return GradientBuckets(mine, bucket_bytes, layout.data, tied, alike, codec)
 
 
 def divide(model: nn.Module, blueprint: Blueprint, layout: Layout) -> tuple[tensor.Layout, list[str]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.reader import Reader, compare
 from shoal.core.errors import CheckpointError
+from shoal.engine import compression
 from shoal.engine.held import Held
 from shoal.engine.names import plain
 from shoal.engine.optimizer import first_names
@@ -60,7 +61,7 @@ def all_pieces(run: Run) -> dict[str, Piece]:
         own = saved.removeprefix("ema/")
         name = held.tied.get(own, own)
         pieces[f"ema/{name}"] = held.piece(name, tensor)
-    return pieces
+    return pieces | compression.pieces(run)
 
 
 def collect(run: Run, finite: bool) -> tuple[dict[str, Piece], dict[str, Any]]:
@@ -79,6 +80,7 @@ def collect(run: Run, finite: bool) -> tuple[dict[str, Piece], dict[str, Any]]:
         "scaler": run.scaler.state(),
         "readers": readers,
         "kernels": run.kernels,
+        "compress": run.layout.plan.compress,
         "ranks": run.ranks,
         "finite": finite,
         "loss": run.last_loss,
@@ -136,6 +138,7 @@ def restore(run: Run, reader: Reader) -> list[str]:
         if f"ema/{name}" not in saved:
             raise CheckpointError(f"{reader.path} holds no averaged weights (ema/{name}); resume without --ema")
         held.read(reader, f"ema/{name}", name, tensor)
+    notes += compression.restore(run, reader)
     readers = values["readers"]
     if len(readers) > 1 and len(readers) != run.layout.data_ranks:
         raise CheckpointError(

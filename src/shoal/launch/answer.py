@@ -74,6 +74,7 @@ class Planned:
                 "precision": candidate.precision, "global_batch": candidate.global_batch,
                 "micro_batch": candidate.micro_batch, "accumulation": candidate.accumulation,
                 "clip": self.sketch.clip, "bucket_mb": candidate.bucket_bytes / 2**20,
+                "compress": candidate.codec and str(candidate.codec),
             },
             "plan",
         )  # fmt: skip

@@ -12,6 +12,7 @@ from shoal.core.errors import ConfigError, WorkerFailure, nearest
 from shoal.launch.answer import Planned, profiles_of, question_of
 from shoal.plan import explain
 from shoal.plan.candidate import Candidate, Cost, States
+from shoal.plan.codec import Codec
 from shoal.plan.memory import peak
 from shoal.plan.plan import Plan
 from shoal.plan.scale import Point
@@ -38,6 +39,7 @@ def candidate_of(plan: Plan, starts: tuple[int, ...], states: States) -> Candida
         starts=starts, schedule=plan.schedule, chunks=plan.chunks, shard_level=plan.shard_level,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cpu_offload=plan.cpu_offload,
         precision=plan.precision, states=states, bucket_bytes=plan.bucket_mb * 2**20,
+        codec=Codec.parse(plan.compress) if plan.compress else None,
     )  # fmt: skip
 
 

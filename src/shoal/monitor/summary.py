@@ -76,7 +76,8 @@ def summary(result: Mapping[str, Any]) -> str:
     """The end of a run in a few lines.
 
     ``result``: ``steps, steps_here, loss, eval, metrics, samples_per_s, tokens_per_s, tokens, padded_tokens, out,
-    seconds, skipped, parts, stragglers, model_flops_per_s, utilisation``; whatever is missing or None is left out.
+    seconds, skipped, parts, stragglers, compress, model_flops_per_s, utilisation``; whatever is missing or None is
+    left out.
     ``eval`` is a loss, ``metrics`` a mapping of numbers, ``parts`` the seconds of the mean step by the names of a step
     row, ``stragglers`` sentences, ``prediction`` {"predicted": seconds by part, "measured": the same}.
     """
@@ -107,11 +108,20 @@ def summary(result: Mapping[str, Any]) -> str:
         shares = sorted(((value / total, name) for name, value in parts.items()), reverse=True)
         shown = ", ".join(f"{PARTS.get(name, name)} {share:.0%}" for share, name in shares if share >= 0.005)
         lines.append(f"  mean step {duration(total)}: {shown}")
+    if coded := result.get("compress"):
+        lines.append(
+            f"  gradients as {coded['codec']}: a worker sends {_megabytes(coded['sent_bytes'])} a step, "
+            f"{_megabytes(coded['plain_bytes'])} without"
+        )
     lines += _prediction(result.get("prediction") or {})
     lines += [f"  {sentence}" for sentence in result.get("stragglers") or ()]
     if result.get("out") is not None:
         lines.append(f"  in {result['out']}")
     return "\n".join(lines)
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.3g} MB"
 
 
 def _flops(per_s: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from shoal.plan.codec import Codec
 from shoal.plan.mesh import Mesh
 
 
@@ -44,7 +45,8 @@ class Candidate(NamedTuple):
     backward lies on the host meanwhile. ``shard_all``: what is sharded is shared out among all ranks that hold the same
     weights: context ranks too, and of experts tensor ranks (Megatron-LM's distributed optimizer). ``blocking_s``: for
     which a message from or to another stage holds up its rank. ``gradient_buffers``: gradients have their room all step
-    long; else it is made in the backward, and with one micro-batch what was kept for the backward is gone by then."""
+    long; else it is made in the backward, and with one micro-batch what was kept for the backward is gone by then.
+    ``codec``: in which gradients of replicated weights travel; no search chooses one, as it changes the numbers."""
 
     mesh: Mesh
     micro_batch: int
@@ -70,6 +72,7 @@ class Candidate(NamedTuple):
     shard_all: bool = False
     blocking_s: float = 0.0
     gradient_buffers: bool = True
+    codec: Codec | None = None
 
     @property
     def data_ranks(self) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan.collectives import sent_bytes
+from shoal.plan.mesh import Mesh
 
 SMALLEST = 1024  # numbers in a weight: what a smaller one spares is less than its part of the work
 PLACE_BYTES = 4  # of the place of a value that top-k sends
@@ -120,6 +121,12 @@ class Codec(NamedTuple):
         """Numbers that a rank keeps of a weight: what it has not sent, and PowerSGD's factor to begin with."""
         return of.numel * self.remembers + (self.rank(of) * of.columns if self.name == "powersgd" else 0)
 
+    def working_bytes(self, numel: float, number_bytes: float) -> float:
+        """Of what the codec has at hand of a bucket of ``numel``, besides what it keeps and small parts, at most."""
+        if self.name == "bf16":
+            return numel * (2 * 2 + number_bytes)  # sent, received; widened
+        return numel * (2 + 2 * number_bytes) if self.name == "int8" else 0.0
+
 
 class Traffic(NamedTuple):
     """How gradients travel: the ``coded`` collectives and the bytes that are summed as they are (``plain``)."""
@@ -145,28 +152,34 @@ def traffic(codec: Codec | None, weights: Iterable[Matrix], ranks: int, number_b
     return Traffic(codec.wires(carried, ranks, number_bytes) if codec and carried else [], plain)
 
 
-def conflicts(text: str | None, layout: str, alone: bool, replicate: int, precision: str) -> list[str]:
-    """What of a codec does not go with a plan. ``alone``: whether its mesh is replicate and nothing else."""
+def conflicts(text: str | None, mesh: Mesh, precision: str) -> list[str]:
+    """What of a codec does not go with a plan's mesh and precision."""
     if text is None:
         return []
     try:
         codec = Codec.parse(text)
     except ConfigError as error:
         return [str(error)]
-    found = []
-    if not alone:
+    found, asked = [], f"compress = {text!r}"
+    if mesh.shard > 1:
         found.append(
-            f"compress = {text!r} goes with replicate alone, and the mesh is {layout}: gradients of divided "
-            "weights are summed in pieces, whose errors nothing keeps; leave compress out, or let all ranks replicate"
+            f"{asked}, but the mesh is {mesh}: gradients of sharded weights are summed by reduce-scatters, which no "
+            "codec takes part in; leave compress out, or set shard = 1"
+        )
+    elif codec.remembers and mesh.size != mesh.replicate:
+        found.append(
+            f"{asked} keeps what each rank has not sent of whole weights, and the mesh {mesh} divides the model; "
+            'use replicate alone, or compress = "bf16"'
         )
     if codec.remembers and precision == "fp16":
         found.append(
-            f"compress = {text!r} keeps errors from step to step, and under fp16 each step's gradients have the loss "
-            'scale of that step; use precision bf16, or compress = "bf16"'
+            f"{asked} keeps errors from step to step, and under fp16 each step's gradients have that step's loss "
+            'scale; use precision = "bf16", or compress = "bf16"'
         )
-    if codec.name == "topk" and codec.amount * replicate > 1:
+    if codec.name == "topk" and codec.amount * mesh.replicate > 1:
         found.append(
-            f"compress = {text!r} over {replicate} replicas sends {codec.amount * replicate:.3g} times as much as no "
-            f"codec, as every rank receives every other's values; use a share below {1 / replicate:.2g}, or powersgd"
+            f"{asked} over {mesh.replicate} replicas sends {codec.amount * mesh.replicate:.3g} times as much as no "
+            f"codec, as every rank gets every other's values; send a share below {1 / mesh.replicate:.2g}, or use "
+            "powersgd"
         )
     return found

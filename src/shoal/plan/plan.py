@@ -63,7 +63,13 @@ class Plan(Settings):
 
     def contradictions(self) -> list[str]:
         """What does not fit together."""
-        return _context(self) + _pipeline(self) + _tensor(self) + _batch(self) + _compress(self)
+        return (
+            _context(self)
+            + _pipeline(self)
+            + _tensor(self)
+            + _batch(self)
+            + codec.conflicts(self.compress, self.mesh, self.precision)
+        )
 
     def fits(self, workers: int | None = None, where: str = "plan") -> None:
         """Raise ConfigError that lists all that does not fit together, or does not fit ``workers`` ranks."""
@@ -147,12 +153,6 @@ def _tensor(plan: Plan) -> list[str]:
         for name, value in given.items()
         if value and plan.mesh.tensor == 1
     ]
-
-
-def _compress(plan: Plan) -> list[str]:
-    mesh = plan.mesh
-    alone = mesh.size == mesh.replicate
-    return codec.conflicts(plan.compress, str(mesh), alone, mesh.replicate, plan.precision)
 
 
 def _batch(plan: Plan) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from shoal.core.settings import Settings
+from shoal.plan.codec import Matrix
 
 #: Axes whose ranks read the same samples and exchange activations.
 ActivationAxis = Literal["tensor", "context", "expert"]
@@ -78,6 +79,11 @@ class Weight(NamedTuple):
     copies: int
     expert: bool
     tie: str
+
+    @property
+    def matrix(self) -> Matrix:
+        """As gradient codecs see it."""
+        return Matrix(self.rows, self.numel // self.rows) if self.rows else Matrix(1, self.numel)
 
 
 class Moment(NamedTuple):

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.plan.candidate import Candidate
+from shoal.plan.codec import traffic
 from shoal.plan.profile import Block, Profile, Weight
 
 ROOT = -1  # the unit of what lies in no repeated block
@@ -123,7 +124,8 @@ class Sharded:
         ``begun``: whether its stage was through with a backward before, if it could (not in a pipeline's warm-up).
         """
         if self.shards == 1:
-            return Held(0.0, self.gradients, 0.0)
+            last = not forward and micro == self.candidate.accumulation - 1
+            return Held(0.0, self.gradients, self.unsent + (self.left_after(number) if last else 0.0))
         if forward:
             held = self._forward(number, micro)
             return held if begun else held._replace(gradients=0.0)
@@ -210,7 +212,9 @@ class Sharded:
         """Bytes of a step's collectives of weights and gradients by axis, of the whole buffers: units are gathered and
         reduced as often as parallel/shard says, copies of a gradient are summed once."""
         if self.shards == 1:
-            return {"replicate": self.gradients} if self.candidate.mesh.replicate > 1 else {}
+            copies = self.candidate.mesh.replicate
+            sums = traffic(self.candidate.codec, (w.matrix for w in self.trained), copies, self.states.gradient)
+            return {"replicate": sum(wire.bytes for wire in sums.wires)} if copies > 1 else {}
         micros = self.candidate.accumulation
         stay = self.staged or self.candidate.shard_level < 3
         gathers = {unit: 1 if stay else micros * (1 + (unit != ROOT)) for unit in self.whole}
@@ -225,5 +229,31 @@ class Sharded:
         return {axis: nbytes for axis, nbytes in found.items() if nbytes}
 
     def updating(self) -> Held:
-        """While the optimizer runs."""
-        return Held(0.0, self.gradients, 0.0)
+        """While the optimizer runs, or, with a codec, before it: the errors of the step before are there until then."""
+        return Held(0.0, self.gradients, self.unsent + self.left_after(-1))
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The weights that have gradients."""
+        return [weight for weight, _ in self.held if weight.trains]
+
+    def kept(self, weight: Weight) -> float:
+        """Bytes that a codec keeps of a weight from step to step."""
+        codec = self.candidate.codec
+        carried = codec is not None and codec.carries(weight.matrix)
+        return codec.kept_numbers(weight.matrix) * self.states.gradient if codec and carried else 0.0
+
+    @cached_property
+    def unsent(self) -> float:
+        """Bytes that a codec keeps from step to step."""
+        return sum(self.kept(weight) for weight in self.trained) if self.candidate.codec else 0.0
+
+    def left_after(self, number: int) -> float:
+        """Bytes that a codec left in this step of gradients of blocks after this one, and has at hand of a bucket."""
+        codec, number_bytes = self.candidate.codec, self.states.gradient
+        if codec is None:
+            return 0.0
+        before = {weight.name for n in self.order if n <= number for weight in self.blocks[n].weights}
+        sent = [weight for weight in self.trained if weight.name not in before and codec.carries(weight.matrix)]
+        bucket = min(sum(weight.numel for weight in sent), self.candidate.bucket_bytes / number_bytes)
+        return sum(map(self.kept, sent)) + codec.working_bytes(bucket, number_bytes)

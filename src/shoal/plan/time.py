@@ -16,7 +16,7 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.overlap import bucketed, exposed
+from shoal.plan.overlap import bucketed, coded, exposed
 from shoal.plan.profile import Block, Numbers, Profile, numbers, sendings
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
@@ -320,7 +320,10 @@ class Prices:
             tail = bucketed(shard, "reduce_scatter", bucket, bucket)
             wire = exposed(reduce, backward, slowdown, tail, candidate.overlap_gradients)
             wire += exposed(gather, forward, slowdown, 0.0, candidate.overlap_weights)
-        if copies.ranks > 1 and host.computes(self.cluster.device):
+        if copies.ranks > 1 and candidate.codec is not None:
+            weights = [w for stage in mine for block in self._blocks(candidate, stage) for w in block.weights]
+            beside = coded(weights, candidate, copies, self.cluster.device, backward)
+        elif copies.ranks > 1 and host.computes(self.cluster.device):
             beside = host.summed(copies, made, candidate, backward, slowdown)
         elif copies.ranks > 1:
             part = 1 / candidate.mesh.shard
@@ -358,6 +361,10 @@ class Prices:
     def _numbers(self) -> list[Numbers]:
         """In the weights of a block, by kind."""
         return [numbers(block.weights) for block in self._sample]
+
+    def _blocks(self, candidate: Candidate, stage: int) -> tuple[Block, ...]:
+        ends = (*candidate.starts[1:], len(self._kind))
+        return self.profile.blocks[candidate.starts[stage] : ends[stage]]
 
     def _held(self, candidate: Candidate, mine: list[int]) -> Numbers:
         """In a rank's weights: tied ones are one weight, wherever they are read."""

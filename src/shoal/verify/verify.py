@@ -110,6 +110,11 @@ def _verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = Runs(job, names, Path(folder), max(layout.size for layout in layouts), tell)
         settings = [_settings(type(job), given, mesh, Path(folder)) for mesh in layouts]
+        if codec := _codec(type(job), given):
+            runs.note(
+                f"compress = {codec!r} is off here: what a codec does to gradients is not what one device computes; "
+                "the layout is held against it without"
+            )
         results = [runs.result(mesh, chosen) for mesh, chosen in zip(layouts, settings, strict=True)]
         return Report(results, runs.notes)
 
@@ -135,16 +140,21 @@ def _settings(cls: type[Job], given: Mapping[str, Any], mesh: Mesh, folder: Path
         raise ConfigError(f"verify takes no setting {unknown[0]!r}; it takes {', '.join(SETTINGS)}, fields and world")
     values = {"steps": STEPS, "precision": PRECISION, **given, "mesh": str(mesh)}
     if given.get("plan"):
-        plan = Plan.read(given["plan"]).model_copy(update={"precision": values["precision"]})
+        plan = Plan.read(given["plan"]).model_copy(update={"precision": values["precision"], "compress": None})
         plan.write(folder / "plan.toml")
         values.update(plan=str(folder / "plan.toml"), mesh=None)
     settings = make_settings(cls, values)
     aside = {
         "out": "", "sinks": (), "kernels": "default", "compile": False, "resume": False, "eval_every": None,
-        "save_every": None, "loader_workers": 0, "debug_collectives": False, "epochs": None,
+        "save_every": None, "loader_workers": 0, "debug_collectives": False, "epochs": None, "compress": None,
     }  # fmt: skip
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set} | aside
     return RunSettings.parse(chosen, "settings")
+
+
+def _codec(cls: type[Job], given: Mapping[str, Any]) -> str | None:
+    """The codec of the plan's file, or of the job's own settings."""
+    return Plan.read(given["plan"]).compress if given.get("plan") else make_settings(cls, {}).compress
 
 
 @dataclass
@@ -164,7 +174,7 @@ class Runs:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.device = "cuda" if gpus >= self.largest else "cpu"
         if 0 < gpus < self.largest:
-            self._note(f"on the CPU: {self.largest} ranks were asked for, and there are {gpus} GPUs")
+            self.note(f"on the CPU: {self.largest} ranks were asked for, and there are {gpus} GPUs")
 
     def result(self, mesh: Mesh, settings: RunSettings) -> LayoutResult:
         """One layout against one device."""
@@ -206,7 +216,7 @@ class Runs:
         unit = UNITS[settings.precision]
         self.tell(f"one device again, weights moved by {unit:.1e} of themselves")
         errors = compare(recording, self._alone(_one_device(settings, plan), unit), Tolerance(math.inf)).errors
-        self._note(
+        self.note(
             f"{settings.precision}: what counts as rounding was measured, by moving each weight of the one-device run "
             f"by {unit:.1e} of itself; {MULTIPLE} times what that changed is allowed, tensor by tensor"
         )
@@ -256,15 +266,16 @@ class Runs:
     def _say(self, recording: Recording) -> None:
         """What was changed in the job to make runs comparable."""
         if recording.any("keyed"):
-            self._note(
+            self.note(
                 "dropout has the same masks on both sides, by sample and place; a training's own differ by layout"
             )
         for off in sorted({name for told in recording.by_rank for name in told["off"]}):
-            self._note(f"dropout of {off} is off on both sides: its masks depend on the layout")
+            self.note(f"dropout of {off} is off on both sides: its masks depend on the layout")
         if recording.any("lifted"):
-            self._note("casts to float32 inside the model are to float64 on both sides")
+            self.note("casts to float32 inside the model are to float64 on both sides")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Something to know of the comparison, once."""
         if text not in self.notes:
             self.notes.append(text)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.compress import Codec, Part
+from shoal.compress import Codec, Part, carries
 from shoal.core.errors import ModelError
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket starts the links early (Li et al., VLDB 2020)
@@ -50,10 +50,10 @@ class GradientBuckets:
 
     Buckets follow the parameters in reverse order of registration and never change. A bucket is sent when all
     of its gradients are there, in index order on every rank; what is missing (a parameter that took no part)
-    counts as zero. Nothing is divided. ``codec``: in which the parameters ``coded`` travel, in buckets of their own
-    that go first, each a stage further when the next one is sent. ``ties``: parameters whose gradient is then summed
-    over their other holders.
-    ``uncounted``: parameters whose gradient other ranks, which have it too, count in the norm.
+    counts as zero. Nothing is divided. ``codec``: in which the parameters that it carries travel, in buckets of
+    their own that go first, each a stage further when the next one is sent. ``ties``: parameters whose gradient is
+    then summed over their other holders. ``uncounted``: parameters whose gradient other ranks, which have it too,
+    count in the norm.
     """
 
     parameters: Sequence[tuple[str, nn.Parameter]]
@@ -62,7 +62,6 @@ class GradientBuckets:
     ties: Mapping[str, Tie] = field(default_factory=dict)
     uncounted: frozenset[str] = frozenset()
     codec: Codec | None = None
-    coded: frozenset[str] = frozenset()
     buckets: list[_Bucket] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +76,7 @@ class GradientBuckets:
         for counts in (True, False):
             mine = [(name, param) for name, param in self.parameters if self._counts(name) is counts]
             for coded in (True, False):
-                params = [param for name, param in mine if (name in self.coded) is coded]
+                params = [param for name, param in mine if self._coded(param) is coded]
                 for chosen in _partition(params, self.bucket_bytes):
                     self._add_bucket(chosen, counts, coded)
         for _, param in self.parameters:
@@ -85,6 +84,9 @@ class GradientBuckets:
 
     def _counts(self, name: str) -> bool:
         return name not in self.uncounted and (name not in self.ties or self.ties[name].counts)
+
+    def _coded(self, param: nn.Parameter) -> bool:
+        return self.codec is not None and carries(self.codec.spec, param)
 
     def _add_bucket(self, params: list[nn.Parameter], counts: bool, coded: bool) -> None:
         flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
@@ -152,10 +154,11 @@ class GradientBuckets:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        """Send the next bucket, and what follows of a coded one before it: on every rank in this order."""
+        """Send the next bucket, and what follows of coded ones before it: on every rank in this order."""
         self._launch(self.buckets[self._next])
-        if self._next and self.buckets[self._next - 1].coded:
-            self._go_on(self.buckets[self._next - 1])
+        for bucket in self.buckets[: self._next]:
+            if bucket.coded:
+                self._go_on(bucket)
         self._next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
