@@ -7,7 +7,9 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,10 @@ import shoal
 from shoal.blueprint.facts import Kept, Storage
 from shoal.blueprint.stored import Sketch
 from shoal.core.errors import ConfigError, WorkerFailure
+from shoal.launch import planning
 from shoal.launch.answer import Planned, answer
 from shoal.launch.automatic import TOGETHER
-from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_lines, tried
+from shoal.launch.comparing import Trial, cost_lines, scaled, trial_lines, tried
 from shoal.launch.planning import Extras, checked, find_cluster, more, plan
 from shoal.launch.sketch import sketch_of
 from shoal.plan import explain, scale
@@ -77,6 +80,11 @@ def small(saved: Path, gib: float, world: int = 4, batch: int | None = None) -> 
     device = found.device.model_copy(update={"memory_bytes": int(gib * 2**30), "reserved_bytes": 0})
     whole = found.model_copy(update={"device": device})
     return answer(Sketch.read(saved / "blueprint.json"), whole.resized(world), batch, whole=whole)
+
+
+def comparison(planned: Planned, *files: str) -> list[str]:
+    """What is said of two plans' files beside each other."""
+    return more(planned, Extras(compare=files), None, {}).lines[1:]  # type: ignore[arg-type]
 
 
 def test_a_sketch_is_read_as_it_was_written(saved: Path) -> None:
@@ -221,7 +229,7 @@ def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) ->
     for found in planned.best[:2]:
         names.append(str(saved / f"{len(names)}.toml"))
         planned.as_plan(found.candidate).write(names[-1])
-    text = "\n".join(compared(planned, *names))
+    text = "\n".join(comparison(planned, *names))
     assert f"{names[0]} is faster" in text and "mesh: " in text
     wrong = planned.plan.model_copy(update={"cuts": ("nowhere",), "schedule": "1f1b"})
     wrong = wrong.model_copy(update={"mesh": wrong.mesh.model_copy(update={"pipeline": 2, "replicate": 2, "shard": 1,
@@ -229,7 +237,7 @@ def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) ->
                                      "micro_batch": 1, "chunks": 1})  # fmt: skip
     wrong.write(saved / "wrong.toml")
     with pytest.raises(ConfigError, match="cut before 'nowhere', where the model has no place to cut"):
-        compared(planned, names[0], str(saved / "wrong.toml"))
+        comparison(planned, names[0], str(saved / "wrong.toml"))
 
 
 def test_a_mesh_that_is_asked_for_is_planned_alone(saved: Path) -> None:
@@ -327,15 +335,59 @@ def test_plain_values_say_all_that_the_page_does(planned: Planned, saved: Path) 
     assert values["price"]["per_epoch"] == pytest.approx(64 / best["samples_per_s"] / 3600 * 4 * 2.5)
 
 
+def test_compared_plans_are_read_and_priced_once(
+    planned: Planned, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the lines and once for --json; each file was read three times."""
+    names = []
+    for found in planned.best[:2]:
+        names.append(str(saved / f"once{len(names)}.toml"))
+        planned.as_plan(found.candidate).write(names[-1])
+    counts = Counter[str]()
+
+    def counting(kind: str, call: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            counts[kind] += 1
+            return call(*args)
+
+        return counted
+
+    monkeypatch.setattr(planning.Plan, "read", counting("read", planning.Plan.read))
+    monkeypatch.setattr(planning, "priced", counting("priced", planning.priced))
+    more(planned, checked(Extras(compare=(names[0], names[1])), None), None, {})
+    assert counts == {"read": 2, "priced": 2}
+
+
+@pytest.mark.parametrize(
+    ("extras", "named"),
+    [
+        (Extras(scale="8", scale_plot="gone/s.html"), "gone/s.html cannot be written: No such file or directory"),
+        (Extras(timeline="gone/t.html"), "gone/t.html cannot be written: No such file or directory"),
+        (Extras(out="file/p.toml"), "file/p.toml cannot be written: Not a directory"),
+        (Extras(save_blueprint="folder"), "folder cannot be written: Is a directory"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extras: Extras, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=f"{named}; name a file in a folder that is there"):
+        checked(extras, None)
+    good = Extras(scale="8", scale_plot="s.html", timeline="t.json", out="new/p.toml", save_blueprint="new/b.json")
+    assert checked(good, None) == good and {each.name for each in tmp_path.iterdir()} == {"file", "folder"}
+
+
 def test_a_plan_compared_with_itself_is_said_to_be_the_same(planned: Planned, saved: Path) -> None:
     planned.plan.write(saved / "one.toml")
     planned.plan.write(saved / "two.toml")
-    told = compared(planned, str(saved / "one.toml"), str(saved / "two.toml"))
+    told = comparison(planned, str(saved / "one.toml"), str(saved / "two.toml"))
     assert told[-1] == f"{saved / 'one.toml'} and {saved / 'two.toml'} hold the same plan."
     assert len(told) == 8 and told[1].startswith("1 ")
     other = planned.plan.model_copy(update={"clip": 2.0})  # costs the same
     other.write(saved / "two.toml")
-    *_, verdict, difference = compared(planned, str(saved / "one.toml"), str(saved / "two.toml"))
+    *_, verdict, difference = comparison(planned, str(saved / "one.toml"), str(saved / "two.toml"))
     assert "is as good as equal" in verdict and verdict.endswith(").") and difference == "clip: 1.0 -> 2.0"
 
 

@@ -66,9 +66,12 @@ def test_in_a_world_all_ranks_get_the_cluster_and_the_first_one_writes(tmp_path)
     [
         (
             {"out": "gone/c.toml"},
-            "gone/c.toml cannot be written: no such folder; name a file in a folder that is there",
+            "gone/c.toml cannot be written: No such file or directory; name a file in a folder that is there",
         ),
-        ({"plot": "gone/c.svg"}, "gone/c.svg cannot be written: no such folder; name a file in a folder that is there"),
+        (
+            {"plot": "gone/c.svg"},
+            "gone/c.svg cannot be written: No such file or directory; name a file in a folder that is there",
+        ),
         ({"folder": "gone"}, "--folder gone is no folder; name one on the disk that checkpoints go to"),
         ({"plot": "c.png"}, "c.png is no kind of picture that is drawn; end the name in .svg or .html"),
         ({"workers": 0}, "--workers 0; at least 1"),

@@ -56,9 +56,9 @@ def command(
     """Run the command. Exit status: 0 where a plan fits, else 1."""
     from shoal.launch.planning import Extras, checked, more, plan
 
-    extras = Extras(compare, scale, scale_plot, price, timeline, trials, mesh)
+    asked = Extras(compare, scale, scale_plot, price, timeline, trials, out, save_blueprint, mesh)
     with told():
-        checked(extras, file)
+        extras = checked(asked, file)
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
             global_batch=global_batch, precision=precision, top=top, mesh=mesh,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,9 +45,32 @@ def write_text(path: str | Path, text: str, folders: bool = False) -> None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(text.encode())
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
-        ) from None
+        raise _unwritable(path, error.strerror) from None
+
+
+def check_writable(path: str | Path, folders: bool = False) -> None:
+    """What ``write_text`` would raise for a folder that is not there, or may not be written to: known before the work
+    whose result is to be written. Raises ConfigError."""
+    place = Path(path).absolute()
+    fault = None
+    if place.is_dir():
+        fault = errno.EISDIR
+    elif place.exists():
+        fault = None if os.access(place, os.W_OK) else errno.EACCES
+    else:
+        folder = place.parent
+        while folders and not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            fault = errno.ENOTDIR if folder.exists() else errno.ENOENT
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            fault = errno.EACCES
+    if fault is not None:
+        raise _unwritable(path, os.strerror(fault))
+
+
+def _unwritable(path: str | Path, why: str | None) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {why}; name a file in a folder that is there")
 
 
 def _table(path: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:

@@ -65,14 +65,12 @@ def _starts(search: Search, plan: Plan, where: str) -> tuple[int, ...]:
     return search.starts(core)
 
 
-def compared(planned: Planned, first: str, second: str) -> list[str]:
-    """Two plans' files beside each other: what each costs, and where they differ; one of them where they do not.
-
-    Raises ConfigError."""
-    plans = [Plan.read(path) for path in (first, second)]
+def compared(planned: Planned, files: Sequence[str], plans: Sequence[Plan], found: Sequence[Found]) -> list[str]:
+    """Two plans beside each other: what each costs (``found``, as ``priced``), and where they differ; one of them where
+    they do not."""
+    first, second = files
     same = plans[0] == plans[1]
-    files = (first,) if same else (first, second)
-    found = [priced(planned, plan, path) for plan, path in zip(plans[: len(files)], files, strict=True)]
+    files, found = (files[:1], found[:1]) if same else (files, found)
     told = explain.aligned(explain.table(found, planned.work, planned.cluster))
     for path, each in zip(files, found, strict=True):
         told += ["", path, explain.step_text(each.cost), explain.memory_text(each.memory, planned.cluster)]

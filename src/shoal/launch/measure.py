@@ -21,6 +21,7 @@ from shoal.cluster.grid import Grid, grid, quick
 from shoal.cluster.machine import processor
 from shoal.cluster.measure import measure as measure_world
 from shoal.core.errors import ConfigError, WorkerFailure
+from shoal.core.toml import check_writable
 from shoal.launch.local import run_workers
 from shoal.launch.worker import open_beats
 from shoal.launch.world import World, device_kind, find_world, join, leave, worker_count
@@ -45,8 +46,8 @@ def measure(
     if plot is not None:
         picture.check(plot)
     for path in (out, plot):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: no such folder; name a file in a folder that is there")
+        if path is not None:
+            check_writable(path)
     if not Path(folder).is_dir():
         raise ConfigError(f"--folder {folder} is no folder; name one on the disk that checkpoints go to")
     chosen = sizes or grid(kind)

@@ -12,7 +12,7 @@ from shoal.blueprint.stored import Sketch
 from shoal.cluster import picture, presets
 from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError
-from shoal.core.toml import write_text
+from shoal.core.toml import check_writable, write_text
 from shoal.launch.answer import Planned, answer
 from shoal.launch.comparing import compared, cost_lines, cost_values, priced, scaled, trial_lines, tried
 from shoal.plan import scale, timeline
@@ -23,7 +23,8 @@ from shoal.plan.plan import Plan
 
 class Extras(NamedTuple):
     """What else is asked of a plan: two plans' files, numbers of devices and their picture's file, a device-hour's
-    price, a step's picture's file, how many plans to run; the one mesh that is planned."""
+    price, a step's picture's file, how many plans to run; files for the best plan and for the blueprint; the one mesh
+    that is planned. ``plans``: the two plans, once they are read."""
 
     compare: tuple[str, str] | None = None
     scale: str | None = None
@@ -31,7 +32,10 @@ class Extras(NamedTuple):
     price: float | None = None
     timeline: str | None = None
     trials: int = 0
+    out: str | None = None
+    save_blueprint: str | None = None
     mesh: str | None = None
+    plans: tuple[Plan, ...] = ()
 
 
 def plan(
@@ -91,8 +95,9 @@ def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
     return kept.cluster if kept is not None else measuring.measure(workers=world, quiet=False)
 
 
-def checked(extras: Extras, file: str | None) -> None:
-    """Before anything is planned. Raises ConfigError for what cannot be asked, whatever the plan."""
+def checked(extras: Extras, file: str | None) -> Extras:
+    """Before anything is planned: the plans' files are read. Raises ConfigError for what cannot be asked, whatever the
+    plan."""
     if extras.price is not None and not (math.isfinite(extras.price) and extras.price > 0):
         raise ConfigError(f"--price {extras.price:g} is no price of a device-hour; give a number above 0")
     if extras.scale is not None:
@@ -107,10 +112,14 @@ def checked(extras: Extras, file: str | None) -> None:
     for name, value in (("--scale", extras.scale), ("--compare", extras.compare)):
         if extras.mesh is not None and value is not None:
             raise ConfigError(f"--mesh {extras.mesh} with {name}, which has meshes of its own; leave one of them out")
-    for path in extras.compare or ():
-        Plan.read(path)
     if extras.trials and file is None:
         raise ConfigError("--trials run the job, and a saved blueprint is none; give the job's FILE")
+    for path, folders in (
+        (extras.scale_plot, False), (extras.timeline, False), (extras.out, True), (extras.save_blueprint, True),
+    ):  # fmt: skip
+        if path is not None:
+            check_writable(path, folders)
+    return extras._replace(plans=extras.plans or tuple(Plan.read(path) for path in extras.compare or ()))
 
 
 class Told(NamedTuple):
@@ -127,7 +136,7 @@ class Told(NamedTuple):
 
 def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> Told:
     """What else was asked. Raises ConfigError."""
-    checked(extras, file)
+    extras = checked(extras, file)
     told = Told([], {})
     if extras.price is not None and planned.best and not planned.work.traced:
         told.add(
@@ -136,8 +145,9 @@ def more(planned: Planned, extras: Extras, file: str | None, fields: Any) -> Tol
     elif extras.price is not None and planned.best:
         told.add("price", cost_lines(planned, extras.price), cost_values(planned, extras.price))
     if extras.compare is not None:
-        found = [priced(planned, Plan.read(path), path) for path in extras.compare]
-        told.add("compare", compared(planned, *extras.compare), [planned.found_json(each) for each in found])
+        found = [priced(planned, plan, path) for plan, path in zip(extras.plans, extras.compare, strict=True)]
+        lines = compared(planned, extras.compare, extras.plans, found)
+        told.add("compare", lines, [planned.found_json(each) for each in found])
     if extras.scale is not None:
         _scale(told, planned, _worlds(extras.scale), extras.scale_plot)
     if extras.timeline is not None and planned.best:

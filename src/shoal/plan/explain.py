@@ -180,7 +180,8 @@ def binds(best: Found, free: Found | None, cluster: Cluster) -> str:
             f"What binds is {name}: {percent(share)} of the step ({seconds(value)}), all else together "
             f"{percent(1 - share)}; the largest other part is {other}."
         )
-    return f"No part binds alone: the largest is {name} with {percent(share)} of the step ({seconds(value)}), then {other}."
+    most = f"{name} with {percent(share)} of the step ({seconds(value)})"
+    return f"No part binds alone: the largest is {most}, then {other}."
 
 
 class Tried(NamedTuple):
