@@ -114,8 +114,8 @@ def published_rate(row) -> tuple[str, float] | None:
     return None
 
 
-#: Tensors that eager models of Hugging Face's transformers read and write where others take one kernel: eight kernels of
-#: its "gelu_new" (activations.py), and per attention score a product, its scaling, mask, softmax and dropout.
+#: Tensors that eager models of Hugging Face's transformers read and write where others start one kernel: eight of
+#: "gelu_new" (activations.py), and per attention score a product, its scaling, mask, softmax and dropout.
 GELU_NEW, SCORES = 18, 10
 
 

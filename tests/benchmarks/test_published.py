@@ -301,6 +301,37 @@ def test_torchs_pipelines_have_as_many_micro_batches_as_ranks_where_a_row_does_n
     assert found == {(4, 4)}
 
 
+def test_communicators_lie_beside_what_the_allocator_holds():
+    """https://github.com/NVIDIA/nccl/issues/964: 544 MB of two ranks, 688 MB of more."""
+
+    def outside(**values):
+        case = read(row(**values))
+        return case.cluster.device.memory_bytes - published.room_bytes(case, case.candidates[0])
+
+    context = preset("h100").device.reserved_bytes
+    assert outside() == context + 544e6 + 3 * 688e6  # pipeline of 2, 4 replicas, 8 tensor ranks, all 64
+    assert outside(tp="1", pp="1", vp="", dp="64") == context + 688e6
+    case = read(row(source="Megatron-LM", notes="nvidia-smi", peak_memory_gib="50"))
+    shown = published.predict(case.row).memory_gib - published.predict(case.row | {"notes": ""}).memory_gib
+    assert shown * 2**30 == pytest.approx(outside())
+
+
+def test_weights_have_copies_in_fp8_but_where_they_are_held_so():
+    made = [system(row(source="Megatron-LM", precision=precision)) for precision in ("bf16", "bf16+fp8", "fp4")]
+    assert [one.states.weight for one in made] == [2, 4, 4]
+    assert system(row(source="Megatron-LM", precision="fp8", notes="test=native_fp8")).states.weight == 2
+    assert system(row(source="torchtitan", precision="fp8")).states.weight == 4  # float32
+
+
+def test_eager_layer_norms_are_one_kernel_and_gelu_eight_in_transformers():
+    """https://github.com/huggingface/transformers/blob/main/src/transformers/activations.py (NewGELUActivation)"""
+    cells = {"source": "DeepSpeed", "model": "GPT-2 Large", "hidden": "", "layers": "", "tp": "1", "pp": "1", "vp": ""}
+    plain, face = (read(row(**cells, notes=notes)).system.software for notes in ("", "HF transformers"))
+    assert (plain.norm, plain.norm_kept, plain.gelu, plain.scores) == (2, 1, 2, 5)
+    assert (face.norm, face.gelu, face.scores) == (2, 18, 10)
+    assert read(row(source="DeepSpeed", tp="1", pp="1", vp="")).system.software.norm == 24  # RMSNorm
+
+
 def test_memory_and_power_that_a_row_states():
     usual = preset("h100").device
     said = read(row(notes="HBM2e with 2.4 TB/sec; 500 W power limit")).cluster.device
