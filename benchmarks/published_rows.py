@@ -120,8 +120,11 @@ GELU_NEW, SCORES = 18, 10
 
 
 def with_layer_norms(found: System, shape: Shape, row) -> System:
-    """Models with two feed-forward products have LayerNorm and GELU, each one kernel in eager PyTorch too."""
+    """Models with two feed-forward products have LayerNorm and GELU, each one kernel in eager PyTorch too. The GPT
+    of Megatron-LM, with learned positions, drops out a tenth of each residual by default (its arguments.py)."""
     software, text = found.software, " ".join((row["source"], row["section"], row["notes"])).lower()
+    if found.name == "megatron" and not shape.gated and shape.learned:
+        return found._replace(software=software._replace(dropout=True))
     if shape.gated or software.norm <= FUSED.norm:
         return found
     software = software._replace(norm=FUSED.norm, norm_kept=FUSED.norm_kept)

@@ -332,6 +332,29 @@ def test_eager_layer_norms_are_one_kernel_and_gelu_eight_in_transformers():
     assert read(row(source="DeepSpeed", tp="1", pp="1", vp="")).system.software.norm == 24  # RMSNorm
 
 
+def test_dropout_of_gpt_and_attention_before_it_was_fused():
+    """Masks are a byte each, https://arxiv.org/abs/2205.05198; fused attention: https://arxiv.org/abs/2205.14135."""
+    gpt = {
+        "source": "Megatron-LM",
+        "model": "GPT 175B",
+        "layers": "96",
+        "hidden": "12288",
+        "heads": "96",
+        "ffn": "49152",
+    }
+    drops = [read(row(**gpt | more)).system.software.dropout for more in ({}, {"notes": "rope"})]
+    assert drops == [True, False] and not read(row(source="Megatron-LM")).system.software.dropout
+    sources = (
+        "arXiv 2104.04473",
+        "https://arxiv.org/abs/2205.01068",
+        "https://arxiv.org/abs/2310.19341",
+        "Megatron-LM",
+    )
+    fused = [system(row(source=source)).software.flash for source in sources]
+    assert fused == [False, False, True, True]
+    assert system(row(source="arXiv 2205.14135", notes="flash attention")).software.flash
+
+
 def test_memory_and_power_that_a_row_states():
     usual = preset("h100").device
     said = read(row(notes="HBM2e with 2.4 TB/sec; 500 W power limit")).cluster.device
