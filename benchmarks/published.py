@@ -36,6 +36,8 @@ from shoal.plan.transformer import model_flops, profile
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = {"model", "gpu"}
+#: Of a communicator of 2 and of more ranks, https://github.com/NVIDIA/nccl/issues/964 (A100, NVLink).
+COMMUNICATOR_BYTES = (544e6, 688e6)
 #: Where a row says that its rate is that of all devices.
 TOTAL = re.compile(
     r"tokens[^;]*\b(in total|of all|over all|all gpus)|(total|aggregate|global) (tokens|throughput)", re.I
@@ -90,22 +92,35 @@ def reserved(case: Case, candidate: Candidate) -> list[float]:
     held = closed_ranks(profile_of(case, before), before, device)
     updated = [one.optimizer / states.optimizer if states.optimizer else 0.0 for one in held]
     made = states.step + case.system.stranded
-    room = device.memory_bytes - device.reserved_bytes
+    room = room_bytes(case, candidate)
     return [min(room, most + made * count) for most, count in zip(memory(case, before), updated, strict=True)]
+
+
+def outside_bytes(case: Case, candidate: Candidate) -> float:
+    """What the device holds beside the allocator: its context, and the buffers of NCCL's communicators, one for each
+    axis of more than one rank and, of several axes, one of all ranks."""
+    degrees = [*candidate.mesh.degrees.values(), candidate.expert]
+    groups = [degree for degree in degrees if degree > 1]
+    groups += [candidate.world] if len(groups) > 1 else []
+    return case.cluster.device.reserved_bytes + sum(COMMUNICATOR_BYTES[ranks > 2] for ranks in groups)
+
+
+def room_bytes(case: Case, candidate: Candidate) -> float:
+    """What the allocator may hold."""
+    return case.cluster.device.memory_bytes - outside_bytes(case, candidate)
 
 
 def choose(case: Case) -> tuple[Candidate, list[float], bool]:
     """Of the candidates with the least recomputation that fit, the fastest (without a published rate: the first); else
     the last of all: its bytes by rank, and whether it fits."""
-    room = case.cluster.device.memory_bytes - case.cluster.device.reserved_bytes
     for _, group in groupby(case.candidates, key=lambda one: (one.keep, one.offload_activations)):
         tried = [(candidate, memory(case, candidate)) for candidate in group]
-        fit = [(one, needed) for one, needed in tried if max(needed) <= room]
+        fit = [(one, needed) for one, needed in tried if max(needed) <= room_bytes(case, one)]
         if len(fit) > 1 and case.rate:
             return *min(fit, key=lambda pair: per_sample(case, pair[0])), True
         if fit:
             return *fit[0], True
-    return *tried[-1], max(tried[-1][1]) <= room
+    return *tried[-1], max(tried[-1][1]) <= room_bytes(case, tried[-1][0])
 
 
 def per_sample(case: Case, candidate: Candidate) -> float:
@@ -123,7 +138,7 @@ def predict(row) -> Outcome:
     elif candidate.states.step:
         needed = reserved(case, candidate)
     place = -1 if "last rank" in row["notes"] else 0 if case.system.name == "nanotron" else needed.index(max(needed))
-    shown = needed[place] + (case.cluster.device.reserved_bytes if "nvidia-smi" in row["notes"] else 0)
+    shown = needed[place] + ("nvidia-smi" in row["notes"]) * outside_bytes(case, candidate)
     return Outcome(case, candidate, cost.step_s, measured(case, candidate), shown / 2**30, fits)
 
 

@@ -12,7 +12,7 @@ from published_systems import PYTORCH, Skip, System, cut, device_name, hardware,
 from shoal.cluster.facts import Cluster
 from shoal.plan.candidate import Candidate
 from shoal.plan.mesh import Mesh
-from shoal.plan.shapes import Experts, Shape
+from shoal.plan.shapes import Experts, Shape, Software
 
 COLUMNS = (
     "source", "section", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpu",
@@ -25,6 +25,7 @@ FLAGS = ("SUSPECT", "PROXY", "MULTIMODAL", "LoRA")
 GPT2_VOCAB = 50257
 #: Llama 2's vocabulary, where a younger model's is not published.
 LLAMA_VOCAB = 32000
+FUSED = Software()
 #: Tried where a table does not say: micro-batches, and most chunks of a pipeline's rank.
 MICRO_BATCHES, CHUNKS = (16, 8, 4, 2, 1), 8
 HEAD = 128  # width of a head in models of 1 billion parameters and more
@@ -85,7 +86,7 @@ def read(row) -> Case:
         raise Skip("length of samples not published")
     shape, found = shape_of(row), system(row)
     mesh, level, world = mesh_of(row)
-    found = in_place(found, mesh, world)
+    found = in_place(with_layer_norms(found, shape, row), mesh, world)
     name, (speed, efa) = device_name(row), network(row)
     cluster = hardware(name, whole(row, "gpus_per_node", 8), speed, efa, world, cut(row), stated_bytes(row))
     cluster = found.on(cluster.model_copy(update={"device": limited(cluster.device, name, row)}))
@@ -111,6 +112,25 @@ def published_rate(row) -> tuple[str, float] | None:
         if value and value > 0:
             return name, value
     return None
+
+
+#: Tensors that eager models of Hugging Face's transformers read and write where others start one kernel: eight of
+#: "gelu_new" (activations.py), and per attention score a product, its scaling, mask, softmax and dropout.
+GELU_NEW, SCORES = 18, 10
+
+
+def with_layer_norms(found: System, shape: Shape, row) -> System:
+    """Models with two feed-forward products have LayerNorm and GELU, each one kernel in eager PyTorch too. The GPT
+    of Megatron-LM, with learned positions, drops out a tenth of each residual by default (its arguments.py)."""
+    software, text = found.software, " ".join((row["source"], row["section"], row["notes"])).lower()
+    if found.name == "megatron" and not shape.gated and shape.learned:
+        return found._replace(software=software._replace(dropout=True))
+    if shape.gated or software.norm <= FUSED.norm:
+        return found
+    software = software._replace(norm=FUSED.norm, norm_kept=FUSED.norm_kept)
+    if re.search(r"\bhf\b|hugging ?face|transformers", text):
+        software = software._replace(gelu=GELU_NEW, scores=SCORES)
+    return found._replace(software=software)
 
 
 def in_place(found: System, mesh: Mesh, world: int) -> System:

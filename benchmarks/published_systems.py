@@ -159,6 +159,13 @@ SYSTEMS = (
 INTERNEVO_STEP_FSDP = 12
 
 
+#: Year and month of fused attention, https://arxiv.org/abs/2205.14135: papers before it had none. It needs an A100.
+FUSED_ATTENTION = 2206
+#: Bytes of a weight's copies in fp8, one of them transposed, which Transformer Engine keeps over a step's micro-batches
+#: (is_first_microbatch), https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+NARROW_COPIES = 2
+
+
 def system(row) -> System:
     """Of the names that a row's source, section and notes contain, the first; else by whether layers are divided."""
     text = " ".join((row["source"], row["section"], row["notes"])).lower()
@@ -182,7 +189,12 @@ def system(row) -> System:
         found = found._replace(software=found.software._replace(again=("attention",)))
     if found.name == "megatron-deepspeed" and "bf16" in row["precision"]:
         found = found._replace(states=States(2, 0, 6, 12, 4))  # DeepSpeed adds bf16 gradients up in float32
-    if "V100" in row["gpu"].upper() and "flash" not in row["notes"].lower():  # fused attention needs an A100
+    narrow = re.search("(fp|float)[48]", row["precision"].lower())
+    if found.name == "megatron" and narrow and not re.search("native.fp8|fp8.param", row["notes"].lower()):
+        found = found._replace(states=found.states._replace(weight=found.states.weight + NARROW_COPIES))
+    old = re.search(r"arxiv\D{0,12}(\d{4})\.\d", row["source"].lower())
+    early = old is not None and int(old[1]) < FUSED_ATTENTION or "V100" in row["gpu"].upper()
+    if early and "flash" not in row["notes"].lower():
         found = found._replace(software=found.software._replace(flash=False, dropout=True))
     return with_notes(found, row["notes"].lower())
 

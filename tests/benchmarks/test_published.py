@@ -306,6 +306,60 @@ def test_torchs_pipelines_have_as_many_micro_batches_as_ranks_where_a_row_does_n
     assert found == {(4, 4)}
 
 
+def test_communicators_lie_beside_what_the_allocator_holds():
+    """https://github.com/NVIDIA/nccl/issues/964: 544 MB of two ranks, 688 MB of more."""
+
+    def outside(**values):
+        case = read(row(**values))
+        return case.cluster.device.memory_bytes - published.room_bytes(case, case.candidates[0])
+
+    context = preset("h100").device.reserved_bytes
+    assert outside() == context + 544e6 + 3 * 688e6  # pipeline of 2, 4 replicas, 8 tensor ranks, all 64
+    assert outside(tp="1", pp="1", vp="", dp="64") == context + 688e6
+    case = read(row(source="Megatron-LM", notes="nvidia-smi", peak_memory_gib="50"))
+    shown = published.predict(case.row).memory_gib - published.predict(case.row | {"notes": ""}).memory_gib
+    assert shown * 2**30 == pytest.approx(outside())
+
+
+def test_weights_have_copies_in_fp8_but_where_they_are_held_so():
+    made = [system(row(source="Megatron-LM", precision=precision)) for precision in ("bf16", "bf16+fp8", "fp4")]
+    assert [one.states.weight for one in made] == [2, 4, 4]
+    assert system(row(source="Megatron-LM", precision="fp8", notes="test=native_fp8")).states.weight == 2
+    assert system(row(source="torchtitan", precision="fp8")).states.weight == 4  # float32
+
+
+def test_eager_layer_norms_are_one_kernel_and_gelu_eight_in_transformers():
+    """https://github.com/huggingface/transformers/blob/main/src/transformers/activations.py (NewGELUActivation)"""
+    cells = {"source": "DeepSpeed", "model": "GPT-2 Large", "hidden": "", "layers": "", "tp": "1", "pp": "1", "vp": ""}
+    plain, face = (read(row(**cells, notes=notes)).system.software for notes in ("", "HF transformers"))
+    assert (plain.norm, plain.norm_kept, plain.gelu, plain.scores) == (2, 1, 2, 5)
+    assert (face.norm, face.gelu, face.scores) == (2, 18, 10)
+    assert read(row(source="DeepSpeed", tp="1", pp="1", vp="")).system.software.norm == 24  # RMSNorm
+
+
+def test_dropout_of_gpt_and_attention_before_it_was_fused():
+    """Masks are a byte each, https://arxiv.org/abs/2205.05198; fused attention: https://arxiv.org/abs/2205.14135."""
+    gpt = {
+        "source": "Megatron-LM",
+        "model": "GPT 175B",
+        "layers": "96",
+        "hidden": "12288",
+        "heads": "96",
+        "ffn": "49152",
+    }
+    drops = [read(row(**gpt | more)).system.software.dropout for more in ({}, {"notes": "rope"})]
+    assert drops == [True, False] and not read(row(source="Megatron-LM")).system.software.dropout
+    sources = (
+        "arXiv 2104.04473",
+        "https://arxiv.org/abs/2205.01068",
+        "https://arxiv.org/abs/2310.19341",
+        "Megatron-LM",
+    )
+    fused = [system(row(source=source)).software.flash for source in sources]
+    assert fused == [False, False, True, True]
+    assert system(row(source="arXiv 2205.14135", notes="flash attention")).software.flash
+
+
 def test_memory_and_power_that_a_row_states():
     usual = preset("h100").device
     said = read(row(notes="HBM2e with 2.4 TB/sec; 500 W power limit")).cluster.device

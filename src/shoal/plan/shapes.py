@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
 class Software(NamedTuple):
     """What a training system's kernels do. Tensors of (tokens, width) that are read and written in a forward: by a
-    ``norm``, by an ``activation`` (gated), by adding to the ``residual``, by rotating
+    ``norm``, by an ``activation`` (gated) or a ``gelu`` (not), by adding to the ``residual``, by rotating
     (``rope``), per attention score (``scores``, where attention is not fused: ``flash``). ``skips``: fused attention
     leaves out what the causal mask hides.
     ``norm_kept``, ``activation_kept``: such tensors kept for backward; ``loss_kept`` bytes per logit. ``loss_bytes``:
@@ -105,6 +105,7 @@ class Software(NamedTuple):
     norm: float = 2
     norm_kept: float = 1
     activation: float = 3
+    gelu: float = 2
     activation_kept: float = 2
     residual: float = 3
     rope: float = 2

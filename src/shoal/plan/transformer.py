@@ -202,7 +202,7 @@ class Share:
         kept = elements * self.width * (software.activation_kept if gated else 1)
         ops = [
             self.product(f"{name}_up", self.h, wide * (self.products - 1)),
-            self.memory(f"{name}_activation", elements, software.activation if gated else 2, kept),
+            self.memory(f"{name}_activation", elements, software.activation if gated else software.gelu, kept),
             self.product(f"{name}_down", wide, self.h),
         ]
         return ops, [self.weight(name, self.products * self.h * wide, wide)]
