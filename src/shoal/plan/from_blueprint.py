@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shoal.blueprint.cut import carried_bytes, handed_on, owners, places
 from shoal.blueprint.divided import Divided, Local, divided, input_values, tensors_of
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Storage, inside
+from shoal.blueprint.gradients import learned
 from shoal.blueprint.kernels import kept_otherwise, on
 from shoal.blueprint.replaced import moved, replaced, shares, views
 from shoal.blueprint.roles import Roles, roles
@@ -98,7 +99,7 @@ class _Maker:
         self.blueprint = blueprint = kept_otherwise(blueprint, self.replaced) if self.replaced else blueprint
         self.operations: list[Operation] = [*blueprint.operations, *blueprint.loss]
         self.of_input = input_values(blueprint)
-        self.learned = _learned(self.operations, blueprint)
+        self.learned = learned(blueprint)
         self.moved = moved(blueprint, self.local)
         self.left: dict[int, list[Kept]] = {}  # what each operation left for backward, as the timeline goes on
         self.spans = self.cut(units)
@@ -107,6 +108,7 @@ class _Maker:
         handed = handed_on(blueprint, units)
         grows = handed & self.of_input
         self.handed = blueprint.there(grows), blueprint.there(handed - grows)
+        self.returned = blueprint.there(self.learned.intersection(blueprint.first_maker))
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -198,11 +200,12 @@ class _Maker:
                 span.path, "", span.path in self.repeated, self.ops(span), self.traffic(span), weights[number],
                 carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
                 handed_bytes=self.handed_bytes(span.begin) if number else (0.0, 0.0),
+                returned_bytes=self.returned[span.begin] / self.samples if number else 0.0,
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
             key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
-                   block.unit, block.carried_bytes)  # fmt: skip
+                   block.unit, block.carried_bytes, block.returned_bytes)  # fmt: skip
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
@@ -370,15 +373,6 @@ def _causal(of: Operation) -> bool:
     """Whether attention was asked to look back alone; what an explicit mask hides is worked out all the same."""
     given = of.arguments[5] if len(of.arguments) > 5 else dict(of.keywords).get("is_causal")
     return of.name == "scaled_dot_product_attention" and given is True
-
-
-def _learned(operations: Sequence[Operation], blueprint: Blueprint) -> frozenset[int]:
-    """The values that depend on a trained parameter: those that have gradients."""
-    found: set[int] = set()
-    for of in operations:
-        if found.intersection(of.reads) or any(blueprint.parameter[name].trains for name in of.parameters):
-            found.update(of.gives)
-    return frozenset(found)
 
 
 def _repeated(blueprint: Blueprint, listed: frozenset[str]) -> frozenset[str]:

@@ -41,11 +41,13 @@ def ranks(profile: Profile, candidate: Candidate, device: Device, most_bytes: fl
 
 
 def recomputed(profile: Profile, candidate: Candidate) -> frozenset[int]:
-    """The blocks that are recomputed: as parallel/recompute chooses, every repeated one, or every second."""
+    """The blocks that are recomputed: as parallel/recompute chooses, every repeated one, or every second; of those what
+    no gradient comes to keeps nothing and is not run again."""
     repeated = [number for number, block in enumerate(profile.blocks) if block.repeated]
     if candidate.recompute == "none":
         return frozenset()
-    return frozenset(repeated if candidate.recompute == "full" else repeated[::2])
+    chosen = repeated if candidate.recompute == "full" else repeated[::2]
+    return frozenset(number for number in chosen if profile.blocks[number].learns)
 
 
 class _Live(NamedTuple):
@@ -109,7 +111,7 @@ class _Stage:
     def after(self, number: int) -> float:
         """The gradient that comes back to a block."""
         later = self.profile.blocks[number + 1 : number + 2]
-        return later[0].carried_bytes * self.samples if later else 0.0
+        return later[0].crossing(self.samples)[1] if later else 0.0
 
     def live(self, moment: Moment, outside: bool) -> float:
         return (moment.sample_bytes - moment.entering_bytes * outside) * self.samples + moment.fixed_bytes
@@ -118,7 +120,7 @@ class _Stage:
     def between(self) -> float:
         """Bytes of gradients that wait for the second half of a micro-batch's backward."""
         waiting = sum(held.between for held in self.holdings.values()) * self.samples
-        return waiting - self.leaving  # the last of them lies in the buffer that it came in
+        return waiting - self.returning  # the last of them lies in the buffer that it came in
 
     @cached_property
     def after_weights(self) -> float:
@@ -131,7 +133,7 @@ class _Stage:
     def first_half(self) -> float:
         """Working bytes of a backward's first half: of the block that needs most what waits of those after it, its own
         gradients that wait, and its widest moment. In the last block that moment is the loss's, before any waits."""
-        found, waiting = [0.0], -self.leaving  # the last of them lies in the buffer that it came in
+        found, waiting = [0.0], -self.returning  # the last of them lies in the buffer that it came in
         for number in reversed(self.numbers):
             held = self.holdings[number]
             left, between = self.bytes(held.kept), held.between * self.samples
@@ -150,7 +152,7 @@ class _Stage:
 
     @cached_property
     def entering(self) -> float:
-        """Bytes that come in from the stage before, for one micro-batch; as many go back as gradients."""
+        """Bytes that come in from the stage before, for one micro-batch, of what depends on weights."""
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].carried_bytes * self.samples
 
     @cached_property
@@ -176,12 +178,18 @@ class _Stage:
     @cached_property
     def returns(self) -> float:
         """Bytes of gradients that are sent to the stage before."""
-        return self.entering * (not self.previous_here)
+        back = 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
+        return back * (not self.previous_here)
 
     @cached_property
     def sends(self) -> float:
         """Bytes that are sent to the stage after."""
         return self.leaving * (not self.next_here)
+
+    @cached_property
+    def returning(self) -> float:
+        """Bytes of gradients that come back from the stage after."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].crossing(self.samples)[1]
 
     @cached_property
     def leaving(self) -> float:
@@ -320,7 +328,7 @@ class _Rank:
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.entering + stage.handed_in + stage.leaving for stage in self.stages.values())
+        received = sum(stage.entering + stage.handed_in + stage.returning for stage in self.stages.values())
         received *= candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
         passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here

@@ -114,6 +114,7 @@ class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks, which may be recomputed. ``carried_bytes``: per sample, what crosses a cut before it, one way.
     ``handed_bytes``: (per sample, fixed) what crosses besides, forward only, as it needs no gradient.
+    ``returned_bytes``: per sample, the gradients that cross it back; None: of all that is carried.
     ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``: of
     the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
@@ -135,6 +136,25 @@ class Block(NamedTuple):
     again_bytes: float = 0
     unit: bool | None = None
     handed_bytes: tuple[float, float] = (0, 0)
+    returned_bytes: float | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient comes to it: not where neither it nor what comes in is trained."""
+        return not self.ops or any(op.backward for op in self.ops)
+
+    def crossing(self, samples: int) -> tuple[float, float]:
+        """Bytes that cross a cut before it for a micro-batch: values on, and gradients back."""
+        grows, fixed = self.handed_bytes
+        back = self.carried_bytes if self.returned_bytes is None else self.returned_bytes
+        return (self.carried_bytes + grows) * samples + fixed, back * samples
+
+
+def sendings(block: Block, phase: str) -> list[Traffic]:
+    """What a pass of a block sends among ranks that read the same samples: ``forward``, ``backward``, or ``again``:
+    what its forward sends once more where it is recomputed."""
+    of = "forward" if phase == "again" else phase
+    return [each for each in block.traffic if each.phase == of and (each.repeats or phase != "again")]
 
 
 class Numbers(NamedTuple):

@@ -252,17 +252,19 @@ class Search:
         left = np.add.reduceat(self.left(core), starts)
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
-        crossing = np.zeros(core.pipeline)  # bytes of a micro-batch that cross the rank's ends, one way
+        received, sent = np.zeros(core.pipeline), np.zeros(core.pipeline)  # bytes of a micro-batch
         for stage, start in enumerate(starts[1:], 1):
             if place[stage] != place[stage - 1]:
-                crossing[place[stage - 1 : stage + 1]] += blocks[start].carried_bytes * core.micro_batch
+                there, back = blocks[start].crossing(core.micro_batch)
+                received[place[stage - 1 : stage + 1]] += back, there
+                sent[place[stage - 1 : stage + 1]] += blocks[start].carried_bytes * core.micro_batch, back
         waits = [
             in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
             for rank in range(core.pipeline)
         ]
         weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
-        ends = crossing * (core.accumulation - 1) + gradients * (core.accumulation > 1)
-        held = np.maximum(waits, ends) + crossing * core.accumulation + weights
+        ends = sent * (core.accumulation - 1) + gradients * (core.accumulation > 1)
+        held = np.maximum(waits, ends) + received * core.accumulation + weights
         return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
 
     def units(self, core: Core, starts: tuple[int, ...], place: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,13 +16,19 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class StageTime(NamedTuple):
-    """Seconds of one micro-batch on one stage; ``backward`` = inputs' half + ``weights``' half. ``send``: one way to
-    the next stage, which the receiver waits for."""
+    """Seconds of one micro-batch on one stage; ``backward`` = inputs' half + ``weights``' half. ``send``: of values to
+    the next stage, which waits for them; ``back``: of their gradients from there; None: as long."""
 
     forward: float
     backward: float
     weights: float = 0.0
     send: float = 0.0
+    back: float | None = None
+
+    @property
+    def sends(self) -> tuple[float, float]:
+        """There and back."""
+        return self.send, self.send if self.back is None else self.back
 
 
 class Event(NamedTuple):
@@ -51,7 +57,7 @@ class Played(NamedTuple):
 class _Step(NamedTuple):
     """An action as numbers, so that thousands are played soon. ``length``: of its seconds in a table of kinds by stage.
     ``needs``: slot of what must have arrived from another stage, ``gives``: slot of what it sends, ``link``: from one
-    rank to another, ``send``: the stage whose transfer that is; -1: none."""
+    rank to another, ``send``: of its seconds in a table of transfers, there and back by stage; -1: none."""
 
     rank: int
     length: int
@@ -140,8 +146,8 @@ def _deliver(step: _Step, end: float, arrived: list[float], free: list[float], s
 
 
 def _seconds(times: Sequence[StageTime]) -> tuple[list[float], list[float]]:
-    """Of every kind of action by stage, and of every stage's transfer."""
-    return [seconds for time in times for seconds in _lengths(time)], [time.send for time in times]
+    """Of every kind of action by stage, and of every stage's transfers."""
+    return [seconds for time in times for seconds in _lengths(time)], [each for time in times for each in time.sends]
 
 
 def _lengths(time: StageTime) -> tuple[float, float, float, float]:
@@ -207,7 +213,7 @@ class _Numbered:
             return _Step(rank, length, needs, -1, -1, -1)
         ends = self.place[stage], self.place[target]
         link = -1 if ends[0] == ends[1] else self.links.setdefault(ends, len(self.links))
-        return _Step(rank, length, needs, gives, link, min(stage, target))
+        return _Step(rank, length, needs, gives, link, 2 * min(stage, target) + (not forward))
 
 
 class _Running(NamedTuple):
@@ -288,9 +294,9 @@ def closed_form(
         fill[rank] += (time.forward + time.backward - (2 * time.weights if split else 0.0)) / chunks
     busiest = max(range(pipeline), key=work.__getitem__)
     bubble = sum(fill) - fill[busiest]
-    send = max(time.send for time in times)
+    both = max(map(sum, (time.sends for time in times)))
     if schedule in ("gpipe", "looped-bfs"):
-        sent = 2 * (pipeline - 1) * send
+        sent = (pipeline - 1) * both
     else:
-        sent = send * (2 * micro_batches * (pipeline - 1) / pipeline + 2 * max(0, pipeline - 2)) / chunks
+        sent = both * (micro_batches * (pipeline - 1) / pipeline + max(0, pipeline - 2)) / chunks
     return micro_batches * work[busiest] + bubble + sent, sent

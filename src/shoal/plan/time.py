@@ -16,7 +16,8 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.profile import Block, Numbers, Profile, numbers
+from shoal.plan.overlap import bucketed, exposed
+from shoal.plan.profile import Block, Numbers, Profile, numbers, sendings
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
 from shoal.plan.sharded import alone
@@ -171,21 +172,21 @@ class Prices:
         forward, backward = (sum(each[side] for each in seconds) for side in (0, 1))  # a block may have none
         starts = [(op.launches, op.launches if op.back_launches is None else op.back_launches) for op in block.ops]
         started, back_started = (sum(each[side] for each in starts) * device.launch_s for side in (0, 1))
-        sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward")}
+        sent = {phase: self._traffic(block, candidate, phase) for phase in ("forward", "backward", "again")}
         if candidate.overlap_tensor and self.profile.sequence_parallel:
             products = [each for op, each in zip(block.ops, seconds, strict=True) if op.kind == "matmul"]
-            for side, phase in enumerate(("forward", "backward")):
+            for side, phase in ((0, "forward"), (1, "backward"), (0, "again")):
                 sent[phase] = self._chunked(sent[phase], sum(each[side] for each in products))
         if candidate.overlap_expert:
-            for phase, computing in (("forward", forward), ("backward", backward)):
+            for phase, computing in (("forward", forward), ("backward", backward), ("again", forward)):
                 tensor, context, expert = sent[phase]
                 sent[phase] = tensor, context, exposed(expert, computing, device.overlap_slowdown)
         again = (
             (_AGAIN[candidate.recompute] if candidate.recompute != "full" else 1 - candidate.keep)
-            if block.repeated
+            if block.repeated and block.learns
             else 0.0
         )
-        back = [mine + again * other for mine, other in zip(sent["backward"], sent["forward"], strict=True)]
+        back = [mine + again * other for mine, other in zip(sent["backward"], sent["again"], strict=True)]
         backward += again * forward
         adds = self.profile.precision != "fp32" and candidate.accumulation > 1 and candidate.shard_level < 3
         if adds or host.computes(device):  # into the buckets
@@ -193,8 +194,10 @@ class Prices:
         waits = block.waits * device.launch_s
         back_waits, back_started = waits * (1 + again), back_started + again * started
         if host.computes(device):  # nothing hides what it takes to start a kernel
-            calls = host.CALL * device.launch_s * len(block.traffic) / 2
-            waits, back_waits = waits + calls + started, back_waits + calls * (1 + again) + back_started
+            there, back_calls, repeated = (
+                host.CALL * device.launch_s * len(sendings(block, phase)) for phase in ("forward", "backward", "again")
+            )
+            waits, back_waits = waits + there + started, back_waits + back_calls + again * repeated + back_started
             started = back_started = 0.0
         return Work(
             Pass(forward, waits + max(0.0, started - forward - sum(sent["forward"])), *sent["forward"]),
@@ -215,11 +218,10 @@ class Prices:
 
     def _traffic(self, block: Block, candidate: Candidate, phase: str) -> tuple[float, float, float]:
         found = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
-        for traffic in block.traffic:
-            if traffic.phase == phase:
-                where = self._span(traffic.axis, candidate)
-                nbytes = traffic.bytes * candidate.micro_batch
-                found[traffic.axis] += where.seconds(traffic.collective, nbytes, traffic.copies)
+        for traffic in sendings(block, phase):
+            where = self._span(traffic.axis, candidate)
+            nbytes = traffic.bytes * candidate.micro_batch
+            found[traffic.axis] += where.seconds(traffic.collective, nbytes, traffic.copies)
         return found["tensor"], found["context"], found["expert"]
 
     def _span(self, axis: str, candidate: Candidate) -> Span:
@@ -245,7 +247,7 @@ class Prices:
             return closed_form(*shape, times)
         whole = self._lasts(shape, times)
         free = self._pipeline(candidate._replace(blocking_s=0.0), works)[1]
-        return whole, whole - self._lasts(shape, [time._replace(send=0.0) for time in free])
+        return whole, whole - self._lasts(shape, [time._replace(send=0.0, back=0.0) for time in free])
 
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
@@ -259,13 +261,13 @@ class Prices:
         if candidate.schedule is None and pipeline > 1:
             raise ConfigError(f"pipeline={pipeline} and no schedule; name one, for example 1f1b")
         blocks = self.profile.blocks
-        sizes = [blocks[start].carried_bytes * candidate.micro_batch for start in candidate.starts[1:]]
-        sends = [*(self._sent(candidate, stage, nbytes) for stage, nbytes in enumerate(sizes)), 0.0]
+        sizes = [blocks[start].crossing(candidate.micro_batch) for start in candidate.starts[1:]]
+        sends = [[self._sent(candidate, stage, nbytes) for nbytes in both] for stage, both in enumerate(sizes)]
         last = len(works) - 1
         holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
         times = [
-            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, send)
-            for work, hold, send in zip(works, holds, sends, strict=True)
+            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, *send)
+            for work, hold, send in zip(works, holds, [*sends, (0.0, 0.0)], strict=True)
         ]
         return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
 
@@ -275,7 +277,7 @@ class Prices:
         cluster, pipeline = self.cluster, candidate.mesh.pipeline
         schedule, each = candidate.schedule or "1f1b", candidate.world // pipeline
         here, there = (stage_rank(schedule, at, pipeline, candidate.chunks) * each for at in (stage, stage + 1))
-        if here == there:
+        if here == there or not nbytes:
             return 0.0
         if here // cluster.devices_per_node == there // cluster.devices_per_node:
             return Span(2, 1, cluster.inside, cluster.between).seconds("p2p", nbytes)
@@ -381,20 +383,3 @@ def straggling(world: int) -> float:
     """What waiting for the slowest of ``world`` devices adds, as a share of the time of the slowest of ``NODE``: the
     greatest of n normal variables lies about sigma sqrt(2 ln n) above their mean."""
     return JITTER * max(0.0, math.sqrt(2 * math.log(world)) - math.sqrt(2 * math.log(NODE)))
-
-
-def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
-    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
-    if not nbytes:
-        return 0.0
-    calls = max(1, round(nbytes / bucket)) if bucket else 1
-    return calls * where.seconds(collective, nbytes / calls)
-
-
-def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
-    """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
-    only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
-    if not overlaps:
-        return sending
-    hidden = min(max(0.0, sending - tail), computing)
-    return sending - hidden + hidden * (slowdown - 1)

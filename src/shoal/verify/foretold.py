@@ -15,7 +15,7 @@ from shoal.plan.candidate import Candidate, Memory, States
 from shoal.plan.from_blueprint import profile
 from shoal.plan.memory import ranks, recomputed
 from shoal.plan.plan import Plan
-from shoal.plan.profile import Block, Profile
+from shoal.plan.profile import Block, Profile, sendings
 from shoal.plan.ranks import rank_stages
 from shoal.plan.sharded import Sharded
 
@@ -45,11 +45,11 @@ def foretell(sketch: Sketch, plan: Plan, device: Device = BARE_CPU) -> list[Fore
     states = States(weight=wide, gradient=wide, optimizer=sketch.optimizer_bytes)
     candidate = candidate_of(plan, (0, *(paths.index(unit) for unit in cuts)), states)
     return [
-        Foretold(memory, *_work(made, candidate, place)) for place, memory in enumerate(ranks(made, candidate, device))
+        Foretold(memory, *work(made, candidate, place)) for place, memory in enumerate(ranks(made, candidate, device))
     ]
 
 
-def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[str, float]]:
+def work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[str, float]]:
     """FLOPs and traffic of a step; of a pipeline what this rank sends and what it receives."""
     samples = candidate.micro_batch * candidate.accumulation
     again = recomputed(made, candidate)
@@ -60,13 +60,13 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
     flops = sum(_flops(made.blocks[n]) + _forward(made.blocks[n]) * (n in again) for n in numbers) * samples
     traffic = defaultdict[str, float](float)
     for number in numbers:
-        for each in made.blocks[number].traffic:
-            times = 1 + (number in again and each.phase == "forward" and each.repeats)
-            traffic[each.axis] += each.bytes * samples * times
+        for phase in ("forward", "backward", *(["again"] if number in again else [])):
+            for each in sendings(made.blocks[number], phase):
+                traffic[each.axis] += each.bytes * samples
     for stage in stages:
         inside = (stage - 1 in stages, stage + 1 in stages)
         ends = [
-            _crossing(made.blocks[starts[at]], candidate.micro_batch)
+            sum(made.blocks[starts[at]].crossing(candidate.micro_batch))
             for at, here in zip((stage, stage + 1), inside, strict=True)
             if 0 < at < len(starts) - 1 and not here
         ]
@@ -74,12 +74,6 @@ def _work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[
     for axis, nbytes in Sharded(made, candidate, numbers).traffic().items():
         traffic[axis] += nbytes
     return flops, {axis: nbytes for axis, nbytes in traffic.items() if nbytes}
-
-
-def _crossing(block: Block, samples: int) -> float:
-    """Bytes that cross before a block for a micro-batch: values one way, the gradients of most the other."""
-    grows, fixed = block.handed_bytes
-    return (2 * block.carried_bytes + grows) * samples + fixed
 
 
 def _forward(block: Block) -> float:
