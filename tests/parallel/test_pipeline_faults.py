@@ -11,6 +11,7 @@ from shoal import Loss
 from shoal.core.errors import ConfigError
 from shoal.engine.resolve import resolve
 from shoal.engine.settings import RunSettings
+from shoal.plan.messages import AHEAD
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2))
 
@@ -184,7 +185,7 @@ def test_a_batch_that_micro_batches_do_not_divide_is_refused_with_both_numbers()
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_over_gloo_every_receive_is_posted_before_anything_is_sent(tmp_path, schedule, chunks):
+def test_over_gloo_receives_are_posted_before_they_are_needed(tmp_path, schedule, chunks):
     """A gradient only began to come back when the forward's values before it were through a slow link."""
 
     def rank(_):
@@ -202,5 +203,5 @@ def test_over_gloo_every_receive_is_posted_before_anything_is_sent(tmp_path, sch
         ]
 
     for kinds in run_ranks(rank, 2)[0]:
-        received = [kind.startswith("RECV") for kind in kinds]
-        assert any(received) and received == sorted(received, reverse=True), kinds
+        first = [kind.startswith("RECV") for kind in kinds[: min(AHEAD, sum("RECV" in kind for kind in kinds))]]
+        assert first and all(first), kinds

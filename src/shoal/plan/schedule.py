@@ -53,6 +53,11 @@ class Overlap(NamedTuple):
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
+def parts(entry: Action | Overlap) -> tuple[Action, ...]:
+    """The actions of one entry of a list, in the order in which they run."""
+    return (entry,) if isinstance(entry, Action) else (entry.forward, entry.backward)
+
+
 Actions = list[Action | Overlap]
 Stages = tuple[int, ...]
 

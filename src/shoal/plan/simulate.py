@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 from shoal.core.errors import ConfigError
 from shoal.plan.ranks import stage_rank
-from shoal.plan.schedule import Action, Kind, Overlap, action_lists
+from shoal.plan.schedule import Action, Kind, action_lists, parts
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -158,7 +158,7 @@ def _lengths(time: StageTime) -> tuple[float, float, float, float]:
 @lru_cache(maxsize=32)  # searches price one order with many times
 def _order(schedule: str, pipeline: int, chunks: int, micro_batches: int) -> _Order:
     """An order for the lists. Raises ConfigError where there is none, or the numbers break the schedule's rules."""
-    lists = [[_parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
+    lists = [[parts(item) for item in actions] for actions in action_lists(schedule, pipeline, chunks, micro_batches)]
     numbered = _Numbered(schedule, pipeline, chunks, micro_batches)
     index, left = [0] * pipeline, sum(map(len, lists))
     actions, steps = [], []
@@ -262,16 +262,12 @@ def _play_shared(order: _Order, pipeline: int, times: Sequence[StageTime], shari
     return Played(now, tuple(busy), order.chunks, tuple(events))
 
 
-def _parts(item: Action | Overlap) -> tuple[Action, ...]:
-    return (item,) if isinstance(item, Action) else (item.forward, item.backward)
-
-
 def _in_flight(lists: list[list[tuple[Action, ...]]]) -> tuple[int, ...]:
     """The most chunks that each rank holds activations of: forwards less whole backwards or weights' halves."""
     most = []
     for actions in lists:
         held = peak = 0
-        for action in (action for parts in actions for action in parts):
+        for action in (action for entry in actions for action in entry):
             held += 1 if action.kind == "F" else -1 if action.kind in "BW" else 0
             peak = max(peak, held)
         most.append(peak)

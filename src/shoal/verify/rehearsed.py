@@ -35,7 +35,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations",
 MAKERS = (
     ("torch/distributed/fsdp/_fully_shard/_fsdp_param.py", (), "gathered"),
     ("torch/distributed/fsdp/_fully_shard/", (), "buffers"),
-    ("shoal/parallel/pipeline/runtime.py", ("_buffer", "get_fwd_send_ops", "get_bwd_send_ops"), "buffers"),
+    ("shoal/parallel/pipeline/runtime.py", ("_get_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"), "buffers"),
     ("shoal/parallel/replicate/buckets.py", (), "gradients"),
 )
 NAMES = {
@@ -84,7 +84,6 @@ class Counting(TorchDispatchMode):
         self.at_peak: Mapping[str, int] = {}
         self.peak_phase = self.phase = ""
         self.collectives: dict[Collective, Sums] = {}
-        self.sent: list[Any] = []
         self.flops = 0
 
     def begin(self) -> None:
@@ -92,9 +91,8 @@ class Counting(TorchDispatchMode):
         self.peak, self.at_peak, self.flops, self.collectives = 0, {}, 0, {}
 
     def enter(self, phase: str) -> None:
-        """Another phase of the step; a schedule's sends were awaited at the end of its own."""
+        """Another phase of the step."""
         self.phase = phase
-        self.sent.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -124,8 +122,6 @@ class Counting(TorchDispatchMode):
         sums = self.collectives.setdefault(key, Sums())
         sums.count += 1
         sums.bytes += _bytes(args, result)
-        if key.kind == "send":
-            self.sent.append(args[0])  # as a real backend does, until the send is awaited
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Count a tensor's storage, once, as ``category``, or by who asks for it."""
