@@ -303,7 +303,8 @@ class _Maker:
         if not of.flops or not any(map(sum, beside)):
             return (made,)
         (moved, fixed), (back_moved, back_fixed) = beside
-        side = Op(of.name, "memory", 0, 0, 0, 0.0, moved, fixed, 0.0, 1.0, 0.0)
+        back = float(not self.learned.isdisjoint(of.gives))
+        side = Op(of.name, "memory", 0, 0, 0, 0.0, moved, fixed, 0.0, back, 0.0)
         if traced:
             side = side._replace(back_moved_bytes=back_moved, back_fixed_bytes=back_fixed, back_launches=0.0)
         return made, side

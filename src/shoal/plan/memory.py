@@ -183,8 +183,14 @@ class _Stage:
 
     @cached_property
     def sends(self) -> float:
-        """Bytes that are sent to the stage after."""
-        return self.leaving * (not self.next_here)
+        """Bytes that are sent to the stage after, of what its backward needs too."""
+        return self.returning * (not self.next_here)
+
+    @cached_property
+    def plain(self) -> float:
+        """Bytes that are sent there of what has no gradient, though it depends on (frozen) weights: nothing else keeps
+        them."""
+        return (self.leaving - self.returning) * (not self.next_here)
 
     @cached_property
     def returning(self) -> float:
@@ -264,8 +270,8 @@ class _Rank:
                 total, live = self.half(stage, action.kind == "I", action.micro)
                 yield total + others + own, others + own, live
             if action.kind == "F":
-                begun[key] = stage.kept - (stage.leaving - stage.sends)
-                sent += stage.through * (not stage.next_here)
+                begun[key] = stage.kept - stage.returning * stage.next_here
+                sent += stage.through * (not stage.next_here) + stage.plain
             elif action.kind == "I" and not stage.first:
                 begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":

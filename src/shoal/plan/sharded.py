@@ -217,7 +217,8 @@ class Sharded:
             return {"replicate": sum(wire.bytes for wire in sums.wires)} if copies > 1 else {}
         micros = self.candidate.accumulation
         stay = self.staged or self.candidate.shard_level < 3
-        gathers = {unit: 1 if stay else micros * (1 + (unit != ROOT)) for unit in self.whole}
+        again = frozenset[int]() if stay else self.gathered_again
+        gathers = {unit: (1 if stay else micros) * (1 + (unit in again)) for unit in self.whole}
         gathered = sum(whole * gathers[unit] for unit, whole in self.whole.items())
         reduced = sum(self.sent.values()) * (1 if self.accumulates else micros)
         found = {"shard": gathered + reduced}
@@ -227,6 +228,13 @@ class Sharded:
         if self.candidate.mesh.replicate > 1:
             found["replicate"] = sum(self.mine.values())
         return {axis: nbytes for axis, nbytes in found.items() if nbytes}
+
+    @cached_property
+    def gathered_again(self) -> frozenset[int]:
+        """The units that are gathered in a backward: those that a gradient comes to, and the one before them all, which
+        FSDP2 fetches ahead without asking whether it is needed (FSDPParamGroup._backward_prefetch)."""
+        first = next((at for at, unit in enumerate(self.units) if self.blocks[unit].learns), len(self.units))
+        return frozenset(self.units[max(0, first - 1) :])
 
     def updating(self) -> Held:
         """While the optimizer runs, or, with a codec, before it: the errors of the step before are there until then."""
