@@ -9,6 +9,9 @@ from tests.harness import run_ranks
 
 from shoal.checkpoint.reader import Reader
 from shoal.core.errors import CheckpointError
+from shoal.engine.compression import account
+from shoal.engine.loop import summarise
+from shoal.engine.record import read_json
 
 pytestmark = pytest.mark.ranks
 
@@ -114,6 +117,8 @@ def test_a_codec_may_come_later(tmp_path):
 def test_a_checkpoint_of_a_coded_run_holds_each_workers_errors(tmp_path):
     def body(rank):
         run = saved(coded(tmp_path, "powersgd:2", 2))
+        told = read_json(tmp_path / "run.json")["compress"], account(run), summarise(run, 1.0)["compress"]
+        assert told[0] == told[1] == told[2] and told[0]["codec"] == "powersgd:2"
         return errors(run), sorted(Reader(tmp_path / "checkpoints" / "step-2").names())
 
     found = run_ranks(body, 2)
