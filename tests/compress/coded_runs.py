@@ -40,9 +40,9 @@ def stepped(run: Run) -> Iterator[float]:
 
 
 def digest(run: Run) -> str:
-    """Of all weights' bytes."""
-    state = b"".join(tensor.numpy().tobytes() for tensor in run.model.state_dict().values())
-    return hashlib.sha256(state).hexdigest()
+    """Of all bytes of the weights and of the last step's summed gradients."""
+    tensors = [*run.model.state_dict().values(), *(bucket.flat for bucket in run.buckets.buckets)]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def errors(run: Run) -> dict[str, Tensor]:

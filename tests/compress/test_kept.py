@@ -9,6 +9,9 @@ from tests.harness import run_ranks
 
 from shoal.checkpoint.reader import Reader
 from shoal.core.errors import CheckpointError
+from shoal.engine.compression import account
+from shoal.engine.loop import summarise
+from shoal.engine.record import read_json
 
 pytestmark = pytest.mark.ranks
 
@@ -59,10 +62,11 @@ def test_another_number_of_workers_keeps_the_sum_of_errors(tmp_path, name):
     told, notes = run_ranks(then, 4)[0]
     assert same(told, two)
     assert f"compress {name}: what 2 workers had not sent yet was summed, and worker 0 of 4 has it now" in notes
-    (alone, _) = run_ranks(then, 1)[0]
-    rows = Reader(tmp_path / "checkpoints" / "step-4")
-    for part, tensor in alone.items():
-        assert torch.allclose(tensor, rows.read(f"compress/error/{part}").sum(0), atol=1e-6)
+    reader = Reader(tmp_path / "checkpoints" / "step-4")
+    rows = {part: reader.read(f"compress/error/{part}") for part in told}
+    for part, tensor in run_ranks(then, 1)[0][0].items():
+        assert len(rows[part]) == 4 and rows[part][3].abs().max() > 0
+        assert torch.allclose(tensor, rows[part].sum(0), atol=1e-6)
 
 
 def test_what_was_not_sent_is_not_dropped_with_the_codec(tmp_path):
@@ -114,6 +118,8 @@ def test_a_codec_may_come_later(tmp_path):
 def test_a_checkpoint_of_a_coded_run_holds_each_workers_errors(tmp_path):
     def body(rank):
         run = saved(coded(tmp_path, "powersgd:2", 2))
+        told = read_json(tmp_path / "run.json")["compress"], account(run), summarise(run, 1.0)["compress"]
+        assert told[0] == told[1] == told[2] and told[0]["codec"] == "powersgd:2"
         return errors(run), sorted(Reader(tmp_path / "checkpoints" / "step-2").names())
 
     found = run_ranks(body, 2)

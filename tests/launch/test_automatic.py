@@ -149,11 +149,12 @@ def test_settings_that_name_a_layout_are_left_alone(tmp_path: Path, known: dict,
     assert decide(Wide(), settings(tmp_path), 1).lines == ()
 
 
-def test_a_run_that_compiles_is_replicated(tmp_path: Path, known: dict) -> None:
+@pytest.mark.parametrize(("given", "flag"), [({"compile": True}, "--compile"), ({"compress": "bf16"}, "--compress")])
+def test_a_run_that_compiles_or_compresses_is_replicated(tmp_path: Path, known: dict, given: dict, flag: str) -> None:
     known["cluster"] = machine(link=2e6)  # where another layout would be taken
-    found = decide(Wide(width=256), settings(tmp_path, compile=True), 2)
+    found = decide(Wide(width=256), settings(tmp_path, **given), 2)
     assert found.settings.plan is None
-    assert found.lines == ("layout: replicate=2, plain data parallel", "why: --compile goes with no other")
+    assert found.lines == ("layout: replicate=2, plain data parallel", f"why: {flag} goes with no other")
 
 
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_change(tmp_path: Path, known: dict) -> None:

@@ -124,6 +124,13 @@ def test_the_end_says_what_was_reached_of_the_peak() -> None:
     assert "FLOP" not in summary({"steps": 1, "model_flops_per_s": None, "utilisation": None})
 
 
+def test_the_end_says_in_which_codec_gradients_travelled() -> None:
+    coded = {"codec": "topk:0.01", "sent_bytes": 166_720, "plain_bytes": 3_501_056}
+    text = "  gradients as topk:0.01: a worker sends 0.167 MB a step, 3.5 MB without"
+    assert text in summary({"steps": 1, "compress": coded}).splitlines()
+    assert "gradients" not in summary({"steps": 1, "compress": None})
+
+
 def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> None:
     """https://github.com/modelscope/ms-swift/pull/9691 https://github.com/huggingface/accelerate/pull/1013"""
     record = {

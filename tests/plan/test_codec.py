@@ -118,11 +118,12 @@ def step_s(candidate, per_node, bytes_per_s):
 
 
 @pytest.mark.parametrize("text", ["bf16", "int8", "topk:0.001", "powersgd:4"])
-def test_a_codec_pays_where_links_are_slow_and_costs_where_they_hide_behind_compute(text):
+def test_a_codec_pays_where_links_are_slow_and_gains_nothing_where_they_hide_behind_compute(text):
     """Agarwal et al., "On the utility of gradient compression", MLSys 2022: with overlap, fast links need none."""
     coded = PLAIN._replace(codec=Codec.parse(text))
     assert step_s(coded, 1, 125e6) < 0.6 * step_s(PLAIN, 1, 125e6)
-    assert step_s(coded._replace(micro_batch=64), 1, 50e9) > step_s(PLAIN._replace(micro_batch=64), 1, 50e9)
+    hidden = step_s(coded._replace(micro_batch=64), 1, 50e9) / step_s(PLAIN._replace(micro_batch=64), 1, 50e9)
+    assert 0.98 < hidden < 1.2
 
 
 def test_an_all_to_all_is_not_summed_inside_nodes_first():

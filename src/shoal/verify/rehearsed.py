@@ -37,6 +37,7 @@ MAKERS = (
     ("torch/distributed/fsdp/_fully_shard/", (), "buffers"),
     ("shoal/parallel/pipeline/runtime.py", ("_get_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"), "buffers"),
     ("shoal/parallel/replicate/buckets.py", (), "gradients"),
+    ("shoal/compress/", (), "buffers"),
 )
 NAMES = {
     "allreduce_": "all_reduce", "all_reduce_": "all_reduce", "_allgather_base_": "all_gather",
