@@ -170,6 +170,34 @@ def test_a_block_that_runs_again_sends_again_up_to_the_last_tensor_that_it_keeps
         assert counted[recompute] - counted["none"] == said[recompute] - said["none"] > 0
 
 
+class Convolved(nn.Module):
+    """Blocks of a convolution and a joint normalisation; [B, 3, 8, 8] -> [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)
+        )
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mesh", ["replicate=2", "shard=2"])
+def test_statistics_of_all_ranks_keep_no_more_than_those_of_one(mesh):
+    pictures = job(
+        model=Convolved, data=Rows([(torch.zeros(3, 8, 8), torch.tensor(0))] * 64),
+        loss=lambda output, targets: Loss(F.cross_entropy(output, targets, reduction="sum"), len(targets)),
+    )  # fmt: skip
+    found = shoal.rehearse(pictures, mesh=mesh, micro_batch=8, global_batch=16).ranks[0]
+    assert abs(found.memory_error) < 0.005, found
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv"])
 def test_what_a_loss_keeps_is_given_up_with_the_first_half_of_a_backward(schedule):
