@@ -99,8 +99,8 @@ def _why(model: nn.Module, watcher: _Watcher, error: Exception) -> str:
     change = (
         "keep values of tensors out of the control flow"
         if isinstance(error, _READS)
-        else "where it runs on real data, choose another implementation of it, or replicate and shard alone, which need "
-        "no trace"
+        else "where it runs on real data, choose another implementation of it, or replicate and shard alone, which "
+        "need no trace"
     )
     return (
         f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
