@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -122,6 +122,8 @@ class Search:
             worst_s = min(below_s, _worst(best, top))
             if each.bound_s >= worst_s:
                 break
+            if only is None and _known(best, each):
+                continue
             if not each.starts:
                 if self.left(each.core).sum() <= self.usable_bytes * each.core.pipeline:
                     heapq.heappush(waiting, self.cut(each))
@@ -130,7 +132,7 @@ class Search:
                 if self.fits(each.core, each.starts):
                     heapq.heappush(waiting, self.play(each))
                 continue
-            for found in self.plans(each.core, each.starts, only, worst_s):
+            for found in self.plans(each.core, each.starts, only, worst_s, best):
                 mesh = tuple(found.candidate.mesh.degrees.values())
                 if mesh not in best or found.cost.step_s < best[mesh].cost.step_s:
                     best[mesh] = found
@@ -278,9 +280,9 @@ class Search:
         return whole * states.weight, trained * states.gradient
 
     def plans(
-        self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf
+        self, core: Core, starts: tuple[int, ...], only: Only | None, worst_s: float, best: Mapping[tuple, Found]
     ) -> Iterable[Found]:
-        """Every plan of a core that fits and takes less than ``worst_s``; offload only where it does not fit without.
+        """A core's plans that fit and take less than ``worst_s`` and the ``best`` of their mesh; offload where it must.
 
         Cuts that memory moves are priced too, but no plan that is too slow with the best cuts is looked at further.
         """
@@ -292,7 +294,8 @@ class Search:
             plain = candidate(self.question, core, spread, starts)
             self.priced += 1
             cost = prices.price(plain)
-            if cost.step_s >= worst_s:
+            known = best.get(_degrees(core, spread))
+            if cost.step_s >= (worst_s if known is None else min(worst_s, known.cost.step_s)):
                 continue
             found = self.fitted(core, spread, starts)
             if found is None:
@@ -333,6 +336,17 @@ def _numel(block: Block) -> tuple[int, int]:
         return 0, 0
     sizes = [(weight.numel, weight.numel * weight.trains) for weight in block.weights if weight.rows]
     return sum(whole for whole, _ in sizes), sum(trained for _, trained in sizes)
+
+
+def _degrees(core: Core, spread: Spread) -> tuple[int, ...]:
+    """Of the mesh, in its order."""
+    return core.pipeline, spread.replicate, spread.shard, 1, core.tensor
+
+
+def _known(best: Mapping[tuple, Found], each: Waiting) -> bool:
+    """Whether of each mesh that a core's plans have one is known that is as fast as they can be."""
+    found = (best.get(_degrees(each.core, spread)) for spread in spreads(each.core.data))
+    return all(known is not None and known.cost.step_s <= each.bound_s for known in found)
 
 
 def _worst(best: dict[tuple, Found], top: int) -> float:
