@@ -282,10 +282,8 @@ class Search:
     def plans(
         self, core: Core, starts: tuple[int, ...], only: Only | None, worst_s: float, best: Mapping[tuple, Found]
     ) -> Iterable[Found]:
-        """A core's plans that fit and take less than ``worst_s`` and the ``best`` of their mesh; offload where it must.
-
-        Cuts that memory moves are priced too, but no plan that is too slow with the best cuts is looked at further.
-        """
+        """A core's plans that fit and take less than ``worst_s`` and the ``best`` of their mesh, cuts moved by memory
+        too, but none that is too slow with the best cuts; offload where it must."""
         prices = self.prices[core.tensor, core.sequence_parallel]
         fit: set[tuple[int, int, int]] = set()
         for spread in spreads(core.data):
@@ -296,6 +294,7 @@ class Search:
             cost = prices.price(plain)
             known = best.get(_degrees(core, spread))
             if cost.step_s >= (worst_s if known is None else min(worst_s, known.cost.step_s)):
+                fit.add(spread[:3])  # or not: with offload it would be no faster
                 continue
             found = self.fitted(core, spread, starts)
             if found is None:
