@@ -202,6 +202,18 @@ def test_a_model_that_needs_its_values_is_refused_with_the_module():
         trace(nn.Sequential(nn.Linear(2, 2), Decides()), (torch.ones(1, 2),), {})
 
 
+def test_a_module_that_torch_has_no_rule_for_is_not_told_to_keep_values_out_of_its_control_flow():
+    class Ruleless(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("Expected inputs of BF16 type")
+
+    said = "Expected inputs of BF16 type; where it runs on real data, choose another implementation of it, or replicate"
+    with pytest.raises(
+        ModelError, match=rf"the model cannot be traced: module '1' \(Ruleless\) .*{said} and shard alone"
+    ):
+        trace(nn.Sequential(nn.Linear(4, 4), Ruleless()), (torch.ones(2, 4),), {})
+
+
 class Off(TorchFunctionMode):
     """Dropout gives back what it got."""
 

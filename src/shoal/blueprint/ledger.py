@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from shoal.blueprint.facts import Storage, Timeline, Touch
+from shoal.blueprint.grouped import formula
 from shoal.blueprint.traffic import is_product, starts, touched
 
 #: Operators whose second and third result are statistics of their input.
@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        counted = flop_registry.get(func._overloadpacket)
+        counted = formula(func)
         if counted is not None:
             self.flops += counted(*args, **(kwargs or {}), out_val=result)
         self.moment += 1

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Value
@@ -22,6 +22,9 @@ from shoal.blueprint.known import Known
 from shoal.blueprint.ledger import Entry, Ledger
 from shoal.blueprint.structures import mapped, tensors, unchanged_attributes, with_tensors
 from shoal.core.errors import ModelError
+
+#: What torch raises where code asks for a value of a tensor that has none.
+_READS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Ending(NamedTuple):
@@ -93,9 +96,15 @@ def _why(model: nn.Module, watcher: _Watcher, error: Exception) -> str:
     where = f"module {failed!r} ({type(model.get_submodule(failed)).__name__})" if failed else type(model).__name__
     if watcher.model_ends is not None:
         where = "the loss, or the backward through it and the model,"
+    change = (
+        "keep values of tensors out of the control flow"
+        if isinstance(error, _READS)
+        else "where it runs on real data, choose another implementation of it, or replicate and shard alone, which "
+        "need no trace"
+    )
     return (
         f"the model cannot be traced: {where} cannot run without its data: {type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else ''}; keep values of tensors out of the control flow"
+        f"{str(error).splitlines()[0] if str(error) else ''}; {change}"
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+
+from shoal.blueprint.grouped import formula
 
 #: Operators that give memory and start no kernel.
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_")
@@ -27,7 +28,7 @@ def starts(func: Any, made: bool) -> bool:
 
 def is_product(func: Any) -> bool:
     """Whether it is a kernel of products, whose arithmetic may take longer than its traffic."""
-    return func._overloadpacket in flop_registry or _name(func).startswith("_scaled_dot_product")
+    return formula(func) is not None or _name(func).startswith("_scaled_dot_product")
 
 
 def touched(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Tensor, int]]:

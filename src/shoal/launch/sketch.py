@@ -82,11 +82,10 @@ def _write_apart(job: Job, settings: RunSettings, least: int, path: Path) -> Non
     for stream in (1, 2):  # what the job's code prints, its workers print again
         os.dup2(null, stream)
     try:
-        size = count_parameters(job)
-        if size >= least:
-            sketch(job, settings, whole=False).write(path)
-        else:
+        if least and (size := count_parameters(job)) < least:
             path.with_suffix(".count").write_text(str(size))
+        else:
+            sketch(job, settings, whole=False).write(path)
     except Exception as error:
         path.with_suffix(".why").write_text(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from shoal.cluster.facts import Cluster
 from shoal.plan import balance
 from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.memory import holding, ranks, recomputed
-from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.sharded import alone
@@ -118,12 +117,14 @@ class Search:
         mesh = self.question.mesh
         asked, before = sum(len(list(spreads(each.core.data, mesh))) for each in waiting), self.priced
         heapq.heapify(waiting)
-        best: dict[Mesh | Candidate, Found] = {}
+        best: dict[tuple, Found] = {}  # by mesh; where one is asked for, by plan
         while waiting:
             each = heapq.heappop(waiting)
             worst_s = min(below_s, _worst(best, top))
             if each.bound_s >= worst_s:
                 break
+            if only is None and _known(best, each):
+                continue
             if not each.starts:
                 if self.left(each.core).sum() <= self.usable_bytes * each.core.pipeline:
                     heapq.heappush(waiting, self.cut(each))
@@ -132,8 +133,8 @@ class Search:
                 if self.fits(each.core, each.starts):
                     heapq.heappush(waiting, self.play(each))
                 continue
-            for found in self.plans(each.core, each.starts, only, worst_s):
-                key = found.candidate.mesh if mesh is None else found.candidate
+            for found in self.plans(each.core, each.starts, only, worst_s, best):
+                key = tuple(found.candidate.mesh.degrees.values()) if mesh is None else found.candidate
                 if key not in best or found.cost.step_s < best[key].cost.step_s:
                     best[key] = found
         ordered = sorted(best.values(), key=lambda found: found.cost.step_s)
@@ -282,12 +283,10 @@ class Search:
         return whole * states.weight, trained * states.gradient
 
     def plans(
-        self, core: Core, starts: tuple[int, ...], only: Only | None = None, worst_s: float = math.inf
+        self, core: Core, starts: tuple[int, ...], only: Only | None, worst_s: float, best: Mapping[tuple, Found]
     ) -> Iterable[Found]:
-        """Every plan of a core that fits and takes less than ``worst_s``; offload only where it does not fit without.
-
-        Cuts that memory moves are priced too, but no plan that is too slow with the best cuts is looked at further.
-        """
+        """A core's plans that fit and take less than ``worst_s`` and the ``best`` of their mesh, cuts moved by memory
+        too, but none that is too slow with the best cuts; offload where it must."""
         prices = self.prices[core.tensor, core.sequence_parallel]
         fit: set[tuple[int, int, int]] = set()
         for spread in spreads(core.data, self.question.mesh):
@@ -296,7 +295,9 @@ class Search:
             plain = candidate(self.question, core, spread, starts)
             self.priced += 1
             cost = prices.price(plain)
-            if cost.step_s >= worst_s:
+            known = best.get(_degrees(core, spread))
+            if cost.step_s >= (worst_s if known is None else min(worst_s, known.cost.step_s)):
+                fit.add(spread[:3])  # or not: with offload it would be no faster
                 continue
             found = self.fitted(core, spread, starts)
             if found is None:
@@ -339,7 +340,18 @@ def _numel(block: Block) -> tuple[int, int]:
     return sum(whole for whole, _ in sizes), sum(trained for _, trained in sizes)
 
 
-def _worst(best: dict[Mesh | Candidate, Found], top: int) -> float:
+def _degrees(core: Core, spread: Spread) -> tuple[int, ...]:
+    """Of the mesh, in its order."""
+    return core.pipeline, spread.replicate, spread.shard, 1, core.tensor
+
+
+def _known(best: Mapping[tuple, Found], each: Waiting) -> bool:
+    """Whether of each mesh that a core's plans have one is known that is as fast as they can be."""
+    found = (best.get(_degrees(each.core, spread)) for spread in spreads(each.core.data))
+    return all(known is not None and known.cost.step_s <= each.bound_s for known in found)
+
+
+def _worst(best: dict[tuple, Found], top: int) -> float:
     """Seconds of the slowest plan that is wanted so far."""
     return sorted(found.cost.step_s for found in best.values())[top - 1] if len(best) >= top else math.inf
 

@@ -19,7 +19,9 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from shoal.blueprint.grouped import formula
 
 #: Attention's kernels on the CPU, which torch's registry lacks.
 CPU_ATTENTION = {
@@ -112,7 +114,7 @@ class Counting(TorchDispatchMode):
         return result
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        counted = flop_registry.get(func._overloadpacket) or CPU_ATTENTION.get(func._overloadpacket)
+        counted = formula(func) or CPU_ATTENTION.get(func._overloadpacket)
         if counted is not None:
             self.flops += counted(*args, **kwargs, out_val=result)
 
