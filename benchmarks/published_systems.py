@@ -256,8 +256,9 @@ def with_notes(found: System, notes: str) -> System:
 
 #: What a row's device is called, and its preset.
 DEVICES = {
-    "GB300": "gb300", "GB200": "gb200", "B300": "b300", "B200": "b200", "H200": "h200", "H100": "h100",
-    "H800": "h100", "V100": "v100-32gb", "L40S": "l40s", "4090": "rtx4090", "MI300X": "mi300x",
+    "GB300": "gb300", "GB200": "gb200", "B300": "b300", "B200": "b200", "GH200": "gh200", "H200": "h200",
+    "H100": "h100", "H800": "h100", "H20": "h20", "V100": "v100-32gb", "L40S": "l40s",
+    "4090": "rtx4090", "3090": "rtx3090", "MI300X": "mi300x", "MI325X": "mi325x", "MI355X": "mi355x",
 }  # fmt: skip
 #: Presets that are known with Amazon's network.
 EFA = {f"{name}-efa" for name in names() if "efa" in networks(name)}
@@ -289,9 +290,10 @@ def cut(row) -> float:
 
 
 def stated_bytes(row) -> int | None:
-    """Device memory where the device's name states it."""
+    """Device memory where the device's name states it (a GH200's may state its host's)."""
     found = re.search(r"(\d+) ?GI?B?\b", row["gpu"].upper())
-    return int(found[1]) * 10**9 if found and int(found[1]) >= 8 else None
+    host = found is not None and "GH200" in row["gpu"].upper() and int(found[1]) > 200
+    return int(found[1]) * 10**9 if found and int(found[1]) >= 8 and not host else None
 
 
 #: Watts that a device may draw, where less is stated: clocks and rates fall with the cube root, since a chip's power

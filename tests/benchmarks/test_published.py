@@ -179,7 +179,8 @@ def test_a_shape_is_made_up_from_the_number_of_parameters():
 
 
 def test_devices_by_their_kinds():
-    kinds = {"H100-PCIe 80GB": "h100-pcie", "V100-SXM2-16GB": "v100-16gb", "GH200": "h200", "A800-80GB": "a100-80gb"}
+    kinds = {"H100-PCIe 80GB": "h100-pcie", "V100-SXM2-16GB": "v100-16gb", "GH200": "gh200", "A800-80GB": "a100-80gb",
+             "H200 SXM": "h200", "H20 96GB": "h20", "RTX 3090": "rtx3090", "MI355X": "mi355x"}  # fmt: skip
     for name, known in kinds.items():
         assert device_name(row(gpu=name)) == known
     assert [cut(row(gpu=name)) for name in ("A800", "H800", "H100")] == pytest.approx([2 / 3, 4 / 9, 1])
@@ -467,6 +468,7 @@ def test_yes_no_and_what_systems_do_by_themselves():
 
 
 def test_memory_that_a_devices_name_states():
+    assert [stated_bytes(row(gpu=name)) for name in ("GH200 480GB", "GH200 96GB")] == [None, 96e9]
     stated = {"H100 96GB HBM2e": 96, "RTX 4090 48GB": 48, "A100-40GB": 40, "H100": None, "V100-SXM2": None}
     assert {name: stated_bytes(row(gpu=name)) for name in stated} == {k: v and v * 10**9 for k, v in stated.items()}
     assert read(row(gpu="RTX 4090 48GB")).cluster.device.memory_bytes == 48 * 10**9
