@@ -15,12 +15,12 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
-from shoal.plan.collectives import Span, over, span
+from shoal.plan.collectives import Span, bucketed, over, span
 from shoal.plan.profile import Block, Numbers, Profile, numbers
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
 from shoal.plan.sharded import alone
-from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
+from shoal.plan.simulate import Event, StageTime, as_run, closed_form, makespan_s, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
@@ -42,7 +42,12 @@ class Pass(NamedTuple):
     @property
     def total(self) -> float:
         """All of it."""
-        return self.compute + self.launch + self.tensor + self.context + self.expert
+        return self.compute + self.launch + self.waits
+
+    @property
+    def waits(self) -> float:
+        """Of it, for other ranks."""
+        return self.tensor + self.context + self.expert
 
 
 class Part(NamedTuple):
@@ -97,7 +102,7 @@ class Prices:
         """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
         micro, mesh = candidate.accumulation, candidate.mesh
         stages, place = self._cut(candidate)
-        works = [self._work(part, candidate) for part in stages]
+        works = [self._work(part, candidate, stage) for stage, part in enumerate(stages)]
         ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
         for stage, rank in enumerate(place):
             ranks[rank].append(stage)
@@ -128,7 +133,7 @@ class Prices:
 
     def stages(self, candidate: Candidate) -> list[Work]:
         """Seconds of one micro-batch on every stage."""
-        return [self._work(part, candidate) for part in self._cut(candidate)[0]]
+        return [self._work(part, candidate, stage) for stage, part in enumerate(self._cut(candidate)[0])]
 
     def _cut(self, candidate: Candidate) -> tuple[list[Part], list[int]]:
         """The stages' parts, and the pipeline coordinate of each."""
@@ -146,10 +151,10 @@ class Prices:
             self._parts[start, end] = Part(tuple(Counter(kinds).items()), tuple(pairs.items()), *ends)
         return self._parts[start, end]
 
-    def _work(self, part: Part, candidate: Candidate) -> Work:
-        """One micro-batch on a part."""
+    def _work(self, part: Part, candidate: Candidate, stage: int = 0) -> Work:
+        """One micro-batch on a part, which is that stage."""
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
-        starts = host.action_starts(candidate, self.cluster.device)
+        starts = host.action_starts(candidate, stage, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
         key += (candidate.overlap_tensor, candidate.overlap_expert)
         if key not in self._passes:
@@ -264,14 +269,15 @@ class Prices:
         last = len(works) - 1
         holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
         times = [
-            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, send)
-            for work, hold, send in zip(works, holds, sends, strict=True)
+            StageTime(forward.total + hold, back.total + hold, (back.total + hold) / 2, send, forward.waits, back.waits)
+            for (forward, back), hold, send in zip(works, holds, sends, strict=True)
         ]
-        return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
+        shape = candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation
+        return shape, as_run(shape[0], times)
 
     def _sent(self, candidate: Candidate, stage: int, nbytes: float) -> float:
         """Seconds from a stage to the next: within a node, or between two, where a rank that has the node's link to
-        itself is measured apart from all of a node's ranks at once."""
+        itself is measured apart from all of a node's ranks at once. Stages send one way: what all send in turn."""
         cluster, pipeline = self.cluster, candidate.mesh.pipeline
         schedule, each = candidate.schedule or "1f1b", candidate.world // pipeline
         here, there = (stage_rank(schedule, at, pipeline, candidate.chunks) * each for at in (stage, stage + 1))
@@ -279,8 +285,10 @@ class Prices:
             return 0.0
         if here // cluster.devices_per_node == there // cluster.devices_per_node:
             return Span(2, 1, cluster.inside, cluster.between).seconds("p2p", nbytes)
-        alone = each < cluster.devices_per_node
-        return Span(1, cluster.world if alone else 2, cluster.inside, cluster.between).seconds("p2p", nbytes)
+        pairs = min(each, cluster.devices_per_node)
+        apart, all_ranks = (Span(1, count, cluster.inside, cluster.between) for count in (cluster.world, 2))
+        sent_s = (apart if each < cluster.devices_per_node else all_ranks).seconds("p2p", nbytes)
+        return max(sent_s, apart.seconds("p2p", pairs * nbytes)) if host.computes(cluster.device) else sent_s
 
     def played(self, candidate: Candidate) -> tuple[Event, ...]:
         """What each pipeline rank does when, from the first forward to the last backward."""
@@ -381,14 +389,6 @@ def straggling(world: int) -> float:
     """What waiting for the slowest of ``world`` devices adds, as a share of the time of the slowest of ``NODE``: the
     greatest of n normal variables lies about sigma sqrt(2 ln n) above their mean."""
     return JITTER * max(0.0, math.sqrt(2 * math.log(world)) - math.sqrt(2 * math.log(NODE)))
-
-
-def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
-    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
-    if not nbytes:
-        return 0.0
-    calls = max(1, round(nbytes / bucket)) if bucket else 1
-    return calls * where.seconds(collective, nbytes / calls)
 
 
 def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
