@@ -25,8 +25,10 @@ def machine():
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     sys.modules["this_machine"] = made
+    sys.path.insert(0, str(FILE.parent))
     spec.loader.exec_module(made)
     yield made
+    sys.path.remove(str(FILE.parent))
     del sys.modules["this_machine"]
 
 

@@ -167,12 +167,13 @@ def test_ranks_that_share_a_core_are_timed_by_turns():
         ended = iter([1.0, *(1.0, 1.0, 2.5) * 3])  # one lap; thrice each turn's, and all at once
         bench._ended = lambda call, count: next(ended)
         bench.crowd(1.0)
-        return alone_s, mine, bench.computing(call, 0.1) / alone_s
+        return alone_s, mine, bench.computing(call, 0.1) / alone_s, bench.sharing(0.1)
 
-    (first_s, mine, crowding), (second_s, other, _) = run_ranks(body, 2)
+    (first_s, mine, crowding, sharing), (second_s, other, _, _) = run_ranks(body, 2)
     assert max(end for _, end in mine) < min(start for start, _ in other)
     assert first_s == second_s == pytest.approx(0.02, rel=0.5)
     assert crowding == pytest.approx(2.5, rel=0.5)
+    assert sharing == 2.5  # alone a rank is so much faster
 
 
 @pytest.mark.ranks

@@ -292,8 +292,10 @@ def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
     stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
     half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
     assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * host.ACTION * 1e-5, rel=1e-4)
-    split = price(stages, half._replace(schedule="interleaved-zero-bubble"), cluster)
-    assert split.rest_s == pytest.approx(4 * (2 * host.ACTION + host.WEIGHTS) * 1e-5, rel=1e-4)
+    apart = half._replace(schedule="interleaved-zero-bubble")
+    assert price(stages, apart, cluster).rest_s == pytest.approx(4 * (2 * host.ACTION + host.WEIGHTS) * 1e-5, rel=1e-4)
+    first, second = Prices(stages, cluster).stages(apart)  # the first stage's backward is never taken apart
+    assert second.backward.launch - first.backward.launch == pytest.approx(host.WEIGHTS * 1e-5)
     assert price(stages, half, CLUSTER).rest_s == 0
 
 
@@ -358,6 +360,39 @@ def test_a_pair_that_has_the_nodes_link_to_itself_sends_as_measured_alone():
     prices = Prices(made, cluster)
     assert [time.send for time in prices._pipeline(four, prices.stages(four))[1]] == [1.0, 2.0, 1.0, 0.0]
     assert [time.send for time in prices._pipeline(two, prices.stages(two))[1]] == [4.0, 0.0]
+
+
+def test_pairs_that_send_at_once_share_the_link_of_a_host_that_computes():
+    """All pairs at once are measured both ways, and half as full as when all send one way."""
+
+    def fit(ranks, rate):
+        return Fit(collective="p2p", ranks=ranks, latency_s=0.0, bytes_per_s=rate)
+
+    near, far = (Link(bytes_per_s=1e9, fits=fits) for fits in ((fit(2, 1e9),), (fit(2, 6.0), fit(4, 8.0))))
+    made = model(*(block(name, op(flops=5e10), carried=8.0) for name in "ab"))
+    two = lone(Mesh(pipeline=2, replicate=2), accumulation=4, schedule="1f1b", starts=(0, 1))
+    sends = []
+    for cluster in (on_cpu(), CLUSTER):
+        cluster = cluster.model_copy(update={"devices_per_node": 2, "nodes": 2, "inside": near, "between": far})
+        prices = Prices(made, cluster)
+        sends.append(prices._pipeline(two, prices.stages(two))[1][0].send)
+    assert sends == pytest.approx([2.0, 8 / 6])
+
+
+def test_what_waits_for_tensor_ranks_is_no_work_on_shared_processors():
+    """Half of each pass is a collective: while the other stage waits, only the computing half is twice as fast."""
+    sums = tuple(Traffic("tensor", "all_reduce", phase, 1.0) for phase in ("forward", "backward"))
+    link = Link(bytes_per_s=1e30, base_s=1.0)
+    device = on_cpu(sharing=2.0, launch_s=0.0, memory_bytes_per_s=1e30)
+    cluster = device.model_copy(update={"devices_per_node": 4, "nodes": 1, "inside": link})
+    made = model(*(block(name, op(flops=5e13), traffic=sums) for name in "ab"))
+    candidate = lone(Mesh(pipeline=2, tensor=2), accumulation=1, schedule="gpipe", starts=(0, 1))
+    prices = Prices(made, cluster)
+    work = prices.stages(candidate)[0]
+    assert work.forward.waits == work.backward.waits == 1.0
+    computing = sum(side.total - side.waits for side in work)
+    events = prices.played(candidate)
+    assert max(one.end for one in events) == pytest.approx(2 * (2 * 1.0 + computing / 2) + 2.0)
 
 
 def test_the_parts_of_a_step_on_shared_processors_add_up():

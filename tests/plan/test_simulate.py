@@ -8,7 +8,7 @@ from shoal.core.errors import ConfigError
 from shoal.plan import simulate
 from shoal.plan.closed import chunks_in_flight
 from shoal.plan.schedule import Action
-from shoal.plan.simulate import StageTime, closed_form, play
+from shoal.plan.simulate import StageTime, as_run, closed_form, play
 
 pytestmark = pytest.mark.unit
 F, B, W = 2.0, 5.0, 2.0
@@ -101,6 +101,29 @@ def test_ranks_that_share_processors_are_faster_while_others_wait():
     assert play("1f1b", 2, 1, 4, times, sharing=1.5).makespan == pytest.approx(4 * (F + B) + alone / 4)
     sent = play("gpipe", 2, 1, 1, [StageTime(F, B, W, 1.0)] * 2, sharing=2.0)
     assert sent.makespan == pytest.approx((F + B) + 2 * 1.0)
+
+
+def test_a_rank_that_waits_for_others_leaves_its_processor_and_is_no_faster():
+    """Half of each pass is waiting: alone a rank computes the other half twice as fast; two together need as much of
+    the processor as there is."""
+    half = StageTime(2.0, 4.0, 2.0, 0.0, 1.0, 2.0)
+    assert play("gpipe", 2, 1, 1, [half] * 2, sharing=2.0).makespan == pytest.approx(2 * (1 + 0.5 + 2 + 1))
+    together = play("1f1b", 2, 1, 8, [half] * 2, sharing=2.0).makespan
+    assert together < play("1f1b", 2, 1, 8, [half._replace(forward_waits=0.0, backward_waits=0.0)] * 2).makespan
+    gone = StageTime(2.0, 4.0, 2.0, 0.0, 2.0, 4.0)  # nothing is computed: as fast as on processors of their own
+    alone = play("1f1b", 2, 1, 8, [gone] * 2).makespan
+    assert play("1f1b", 2, 1, 8, [gone] * 2, sharing=2.0).makespan == pytest.approx(alone)
+
+
+def test_the_first_stage_works_out_all_its_gradients_in_the_weights_half():
+    """As torch runs it: its inputs' half is empty. Other schedules have no halves."""
+    times = [StageTime(F, B, W)] * 2
+    assert as_run("1f1b", times) == times
+    assert as_run("zbv", times) == [StageTime(F, B, B), times[1]]
+    events = play("interleaved-zero-bubble", 2, 1, 4, as_run("interleaved-zero-bubble", times)).events
+    lasted = {(one.action.stage, one.action.kind): one.end - one.start for one in events}
+    assert lasted[0, "I"] == 0 and lasted[0, "W"] == pytest.approx(B)
+    assert lasted[1, "I"] == pytest.approx(B - W)
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "bubble"), SCHEDULES)

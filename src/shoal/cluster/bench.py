@@ -183,7 +183,10 @@ class Bench:
         return self.computing(call, budget_s) / kernels
 
     def sharing(self, budget_s: float) -> float:
-        """How many times faster a rank's products are while the others of the world wait, at least 1."""
+        """How many times faster a rank's products are while the others of the world wait, at least 1; of ranks that
+        take turns on cores what crowding costs them, which is seen on longer work."""
+        if self._turns > 1:
+            return max(1.0, self._crowding)
         call = self._largest_product()
         together = self.computing(call, budget_s / 2)
         alone = self.largest(self.seconds(None if self.rank else call, budget_s / 2))

@@ -107,6 +107,14 @@ class Span(NamedTuple):
         return far.base_s + min(ring, hops + 2 * nbytes / rate)
 
 
+def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
+    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
+    if not nbytes:
+        return 0.0
+    calls = max(1, round(nbytes / bucket)) if bucket else 1
+    return calls * where.seconds(collective, nbytes / calls)
+
+
 def places(count: int, copies: int) -> float:
     """How many of ``count`` places ``copies`` rows sent at random reach: count (1 - (1 - 1 / count)^copies)."""
     return count * (1 - (1 - 1 / count) ** copies)

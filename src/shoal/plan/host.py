@@ -14,13 +14,13 @@ from shoal.plan.candidate import Candidate
 from shoal.plan.collectives import Span, span
 from shoal.plan.profile import Numbers
 from shoal.plan.rates import stream_seconds
+from shoal.plan.schedule import SPLIT
 
 #: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
 #: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated.
 CALL, UNIT, ACTION, WEIGHTS, UPDATE = 78, 254, 243, 399, 2
 #: Bytes of what ranks tell each other once a step: loss, count, norm, signals (engine/step.py).
 FIGURES_BYTES = 2048
-_APART = ("interleaved-zero-bubble", "zbv", "dualpipev")
 
 
 def computes(device: Device) -> bool:
@@ -28,11 +28,11 @@ def computes(device: Device) -> bool:
     return device.kernels == "cpu"
 
 
-def action_starts(candidate: Candidate, device: Device) -> tuple[int, int]:
-    """Of a forward and of a backward in a pipeline."""
+def action_starts(candidate: Candidate, stage: int, device: Device) -> tuple[int, int]:
+    """Of a forward and of a backward of a stage in a pipeline; the first stage's backward is never taken apart."""
     if candidate.mesh.pipeline == 1 or not computes(device):
         return 0, 0
-    return ACTION, ACTION + WEIGHTS * (candidate.schedule in _APART)
+    return ACTION, ACTION + WEIGHTS * (candidate.schedule in SPLIT and stage > 0)
 
 
 def figures_s(candidate: Candidate, cluster: Cluster) -> float:

@@ -7,21 +7,13 @@ from collections.abc import Iterable
 from shoal.cluster.facts import Device
 from shoal.plan.candidate import Candidate
 from shoal.plan.codec import traffic
-from shoal.plan.collectives import Span
+from shoal.plan.collectives import Span, bucketed
 from shoal.plan.profile import Weight
 from shoal.plan.rates import stream_seconds
 
 #: Bytes that a codec reads and writes for each float32 number that it carries, besides what it sends: counted from
 #: compress/. The search for the largest values counts as two readings of them.
 STREAMED_BYTES = {"bf16": 20, "int8": 64, "topk": 44, "powersgd": 56}
-
-
-def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> float:
-    """Seconds of reducing or gathering ``nbytes`` in equal calls of about ``bucket`` bytes each; of nothing, none."""
-    if not nbytes:
-        return 0.0
-    calls = max(1, round(nbytes / bucket)) if bucket else 1
-    return calls * where.seconds(collective, nbytes / calls)
 
 
 def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:

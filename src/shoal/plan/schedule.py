@@ -15,6 +15,8 @@ from shoal.core.errors import ConfigError, nearest
 from shoal.plan.ranks import rank_stages
 
 ScheduleName = Literal["gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
+#: Those whose backwards come in halves: gradients of what came in, then of weights.
+SPLIT = ("interleaved-zero-bubble", "zbv", "dualpipev")
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 Kind = Literal["F", "B", "I", "W"]
 

@@ -10,20 +10,23 @@ from typing import NamedTuple, get_args
 
 from shoal.core.errors import ConfigError
 from shoal.plan.ranks import stage_rank
-from shoal.plan.schedule import Action, Kind, action_lists, parts
+from shoal.plan.schedule import SPLIT, Action, Kind, action_lists, parts
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class StageTime(NamedTuple):
     """Seconds of one micro-batch on one stage; ``backward`` = inputs' half + ``weights``' half. ``send``: of values to
-    the next stage, which waits for them; ``back``: of their gradients from there; None: as long."""
+    the next stage, which waits for them; ``back``: of their gradients from there; None: as long. ``forward_waits``,
+    ``backward_waits``: of each, for other ranks: no processor is busy."""
 
     forward: float
     backward: float
     weights: float = 0.0
     send: float = 0.0
     back: float | None = None
+    forward_waits: float = 0.0
+    backward_waits: float = 0.0
 
     @property
     def sends(self) -> tuple[float, float]:
@@ -75,6 +78,14 @@ class _Order(NamedTuple):
     chunks: tuple[int, ...]
     slots: int
     links: int
+
+
+def as_run(schedule: str, times: list[StageTime]) -> list[StageTime]:
+    """The stages' times as torch runs them: where backwards come in halves the first stage works out all in the second,
+    as nobody waits for its first (``backward_weight_one_chunk`` of torch.distributed.pipelining.stage)."""
+    if schedule not in SPLIT:
+        return times
+    return [times[0]._replace(weights=times[0].backward), *times[1:]]
 
 
 def play(
@@ -155,6 +166,15 @@ def _lengths(time: StageTime) -> tuple[float, float, float, float]:
     return time.forward, time.backward, time.backward - time.weights, time.weights
 
 
+def _computing(time: StageTime) -> tuple[float, ...]:
+    """The part of each kind's seconds that a processor is busy, in the order of KINDS."""
+    forward, backward = (
+        1 - min(1.0, waits / whole) if whole else 1.0
+        for whole, waits in ((time.forward, time.forward_waits), (time.backward, time.backward_waits))
+    )
+    return forward, backward, backward, backward
+
+
 @lru_cache(maxsize=32)  # searches price one order with many times
 def _order(schedule: str, pipeline: int, chunks: int, micro_batches: int) -> _Order:
     """An order for the lists. Raises ConfigError where there is none, or the numbers break the schedule's rules."""
@@ -217,17 +237,20 @@ class _Numbered:
 
 
 class _Running(NamedTuple):
-    """What a rank is at: from when, and its seconds of work that are left."""
+    """What a rank is at: from when, its seconds that are left, and the part of them that it computes."""
 
     step: _Step
     action: Action
     start: float
     left: float
+    computes: float
 
 
 def _play_shared(order: _Order, pipeline: int, times: Sequence[StageTime], sharing: float) -> Played:
-    """Ranks take turns on processors: with k of p computing, each is as fast as p / k, up to ``sharing``, ranks."""
+    """Ranks take turns on processors: with k of p computing, each is as fast as p / k, up to ``sharing``, ranks. A rank
+    that waits for others is no faster for it, and leaves its processor meanwhile."""
     lengths, sends = _seconds(times)
+    parts = [part for time in times for part in _computing(time)]
     queues: list[deque[tuple[_Step, Action]]] = [deque() for _ in range(pipeline)]
     for step, action in zip(order.steps, order.actions, strict=True):
         queues[step.rank].append((step, action))
@@ -243,15 +266,17 @@ def _play_shared(order: _Order, pipeline: int, times: Sequence[StageTime], shari
             ready = arrived[step.needs] if step.needs >= 0 else 0.0
             if ready <= now:
                 queue.popleft()
-                running[rank] = _Running(step, action, now, lengths[step.length])
+                running[rank] = _Running(step, action, now, lengths[step.length], parts[step.length])
             else:
                 coming.append(ready)
         active = [(rank, run) for rank, run in enumerate(running) if run is not None]
-        speed = min(sharing, pipeline / len(active)) if active else 1.0
-        ends = [now + run.left / speed for _, run in active]
+        busy_ranks = sum(run.computes for _, run in active)
+        speed = min(sharing, pipeline / busy_ranks) if busy_ranks else sharing
+        speeds = [1 / (1 - run.computes + run.computes / speed) for _, run in active]
+        ends = [now + run.left / each for (_, run), each in zip(active, speeds, strict=True)]
         until = min([*coming, *ends])
-        for (rank, run), end in zip(active, ends, strict=True):
-            left = run.left - (until - now) * speed
+        for (rank, run), end, each in zip(active, ends, speeds, strict=True):
+            left = run.left - (until - now) * each
             running[rank] = run._replace(left=left)
             busy[rank] += until - now
             if end <= until or left <= 1e-9 * (run.left + 1e-12):  # what is left may be too little to move the clock
@@ -283,7 +308,7 @@ def closed_form(
     is (P - 1)(F + B) of a chunk, with split backwards (P - 1)(F + I - W)), and 2 (P - 1) / P sends per micro-batch.
     """
     work, fill = [0.0] * pipeline, [0.0] * pipeline
-    split = schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    split = schedule in SPLIT
     for stage, time in enumerate(times):
         rank = stage_rank(schedule, stage, pipeline, chunks)
         work[rank] += time.forward + time.backward

@@ -15,13 +15,13 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
-from shoal.plan.collectives import Span, over, span
-from shoal.plan.overlap import bucketed, coded, exposed
+from shoal.plan.collectives import Span, bucketed, over, span
+from shoal.plan.overlap import coded, exposed
 from shoal.plan.profile import Block, Numbers, Profile, numbers, sendings
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
 from shoal.plan.sharded import alone
-from shoal.plan.simulate import Event, StageTime, closed_form, makespan_s, play
+from shoal.plan.simulate import Event, StageTime, as_run, closed_form, makespan_s, play
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
@@ -43,7 +43,12 @@ class Pass(NamedTuple):
     @property
     def total(self) -> float:
         """All of it."""
-        return self.compute + self.launch + self.tensor + self.context + self.expert
+        return self.compute + self.launch + self.waits
+
+    @property
+    def waits(self) -> float:
+        """Of it, for other ranks."""
+        return self.tensor + self.context + self.expert
 
 
 class Part(NamedTuple):
@@ -98,7 +103,7 @@ class Prices:
         """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
         micro, mesh = candidate.accumulation, candidate.mesh
         stages, place = self._cut(candidate)
-        works = [self._work(part, candidate) for part in stages]
+        works = [self._work(part, candidate, stage) for stage, part in enumerate(stages)]
         ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
         for stage, rank in enumerate(place):
             ranks[rank].append(stage)
@@ -129,7 +134,7 @@ class Prices:
 
     def stages(self, candidate: Candidate) -> list[Work]:
         """Seconds of one micro-batch on every stage."""
-        return [self._work(part, candidate) for part in self._cut(candidate)[0]]
+        return [self._work(part, candidate, stage) for stage, part in enumerate(self._cut(candidate)[0])]
 
     def _cut(self, candidate: Candidate) -> tuple[list[Part], list[int]]:
         """The stages' parts, and the pipeline coordinate of each."""
@@ -147,10 +152,10 @@ class Prices:
             self._parts[start, end] = Part(tuple(Counter(kinds).items()), tuple(pairs.items()), *ends)
         return self._parts[start, end]
 
-    def _work(self, part: Part, candidate: Candidate) -> Work:
-        """One micro-batch on a part."""
+    def _work(self, part: Part, candidate: Candidate, stage: int = 0) -> Work:
+        """One micro-batch on a part, which is that stage."""
         adds = candidate.accumulation > 1 and candidate.shard_level < 3
-        starts = host.action_starts(candidate, self.cluster.device)
+        starts = host.action_starts(candidate, stage, self.cluster.device)
         key = (part.kinds, candidate.micro_batch, candidate.recompute, candidate.keep, adds, starts)
         key += (candidate.overlap_tensor, candidate.overlap_expert)
         if key not in self._passes:
@@ -266,14 +271,15 @@ class Prices:
         last = len(works) - 1
         holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
         times = [
-            StageTime(work.forward.total + hold, work.backward.total + hold, (work.backward.total + hold) / 2, *send)
-            for work, hold, send in zip(works, holds, [*sends, (0.0, 0.0)], strict=True)
+            StageTime(f.total + hold, b.total + hold, (b.total + hold) / 2, there, back, f.waits, b.waits)
+            for (f, b), hold, (there, back) in zip(works, holds, [*sends, (0.0, 0.0)], strict=True)
         ]
-        return (candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation), times
+        shape = candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation
+        return shape, as_run(shape[0], times)
 
     def _sent(self, candidate: Candidate, stage: int, nbytes: float) -> float:
         """Seconds from a stage to the next: within a node, or between two, where a rank that has the node's link to
-        itself is measured apart from all of a node's ranks at once."""
+        itself is measured apart from all of a node's ranks at once. Stages send one way: what all send in turn."""
         cluster, pipeline = self.cluster, candidate.mesh.pipeline
         schedule, each = candidate.schedule or "1f1b", candidate.world // pipeline
         here, there = (stage_rank(schedule, at, pipeline, candidate.chunks) * each for at in (stage, stage + 1))
@@ -281,8 +287,10 @@ class Prices:
             return 0.0
         if here // cluster.devices_per_node == there // cluster.devices_per_node:
             return Span(2, 1, cluster.inside, cluster.between).seconds("p2p", nbytes)
-        alone = each < cluster.devices_per_node
-        return Span(1, cluster.world if alone else 2, cluster.inside, cluster.between).seconds("p2p", nbytes)
+        pairs = min(each, cluster.devices_per_node)
+        apart, all_ranks = (Span(1, count, cluster.inside, cluster.between) for count in (cluster.world, 2))
+        sent_s = (apart if each < cluster.devices_per_node else all_ranks).seconds("p2p", nbytes)
+        return max(sent_s, apart.seconds("p2p", pairs * nbytes)) if host.computes(cluster.device) else sent_s
 
     def played(self, candidate: Candidate) -> tuple[Event, ...]:
         """What each pipeline rank does when, from the first forward to the last backward."""
