@@ -306,9 +306,9 @@ def limited(device: Device, name: str, row) -> Device:
     """The device as a row says that it runs: at how many watts, and how fast its memory is."""
     text = f"{row['gpu']} {row['notes']}"
     slower = {}
-    if said := re.search(r"([\d.]+) ?TB/s(?:ec)?(?! (?:inter|per|node))", text):
+    if said := re.search(r"(?:HBM|memory)[^;,]{0,30}?([\d.]+) ?TB/s", text):
         slower["memory_bytes_per_s"] = float(said[1]) * 1e12
-    if (said := re.search(r"(\d+) ?W\b", text)) and float(said[1]) < WATTS.get(name, 0.0):
+    if (said := re.search(r"(\d{3,4}) ?W\b", text)) and float(said[1]) < WATTS.get(name, 0.0):
         clock = (float(said[1]) / WATTS[name]) ** (1 / 3)
         slower["flops_per_s"] = {precision: rate * clock for precision, rate in device.flops_per_s.items()}
     return device.model_copy(update=slower)

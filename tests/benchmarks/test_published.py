@@ -366,10 +366,10 @@ def test_memory_and_power_that_a_row_states():
     said = read(row(notes="HBM2e with 2.4 TB/sec; 500 W power limit")).cluster.device
     assert said.memory_bytes_per_s == 2.4e12
     assert said.flops_per_s["bf16"] == pytest.approx(usual.flops_per_s["bf16"] * (5 / 7) ** (1 / 3))
-    for notes in ("700 W", "3.2 Tb/s per node", "2 TB/s inter-node", "12W"):
+    for notes in ("700 W", "3.2 Tb/s per node", "NVLink at 1.8 TB/s", "350W"):
         more = read(row(notes=notes)).cluster.device
         assert more.memory_bytes_per_s == usual.memory_bytes_per_s
-        assert (more.flops_per_s == usual.flops_per_s) == (notes != "12W")
+        assert (more.flops_per_s == usual.flops_per_s) == (notes != "350W")
 
 
 def test_deepspeed_alone_holds_two_bytes_per_weight_and_shares_out_sixteen():
