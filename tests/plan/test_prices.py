@@ -294,7 +294,10 @@ def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
     apart = half._replace(schedule="interleaved-zero-bubble")
     starts = 4 * (2 * host.ACTION + host.WEIGHTS) + once
     assert price(stages, apart, cluster).rest_s == pytest.approx(starts * 1e-5, rel=1e-3)
-    first, second = Prices(stages, cluster).stages(apart)  # the first stage's backward is never taken apart
+    prices = Prices(stages, cluster)
+    first, second = prices.stages(apart)  # the first stage's backward is never taken apart
+    played = prices._pipeline(apart, [first, second])[1]
+    assert [time.weights / time.backward for time in played] == pytest.approx([1.0, 0.5])
     assert second.backward.launch - first.backward.launch == pytest.approx(host.WEIGHTS * 1e-5)
     assert price(stages, half, CLUSTER).rest_s == 0
 
