@@ -1,6 +1,6 @@
 """How far are predicted step times and memory from published ones? Prints a table; with --json, one JSON line last.
 
-python benchmarks/published.py [--data DIR] [--json] [--rows]
+python benchmarks/published.py [--data DIR] [--json] [--rows] [--plot FILE.svg]
 
 Each row of each CSV in DIR (columns: published/README.md) is predicted from its shape, hardware and plan alone. Where a
 row leaves recomputation or micro-batch open, the least recomputation that fits the device is taken, with the largest
@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +24,7 @@ from published_cells import number
 from published_rows import Case, read, rows
 from published_systems import Skip
 
+from shoal.cluster import picture
 from shoal.cluster.facts import Device
 from shoal.core.errors import ShoalError
 from shoal.plan.candidate import Candidate
@@ -56,6 +58,7 @@ def arguments():
     parser.add_argument("--data", type=Path, default=HERE / "published")
     parser.add_argument("--json", action="store_true", help="the same as one JSON line, last")
     parser.add_argument("--rows", action="store_true", help="each row's prediction too")
+    parser.add_argument("--plot", type=Path, help="predicted over published as a picture, .svg or .html")
     return parser.parse_args()
 
 
@@ -154,48 +157,59 @@ def flops_per_token(case: Case, candidate: Candidate) -> float:
     return again * 3 * model_flops(shape, case.tokens, 0.5 if half else 1.0) / case.tokens
 
 
-def summary(path: Path, show: bool) -> dict:
-    """What a file's rows give."""
+def outcomes(path: Path) -> tuple[dict[int, Outcome], Counter[str]]:
+    """The predicted rows of a file by their line, and how many were skipped by reason."""
+    found: dict[int, Outcome] = {}
     skipped: Counter[str] = Counter()
-    steps, memories, found = [], [], {"rows": 0, "oom_rows": 0, "oom_recognised": 0, "ran": 0, "alarms": 0}
     for index, row in enumerate(rows(path), 2):
-        found["rows"] += 1
         try:
-            outcome = predict(row)
+            found[index] = predict(row)
         except Skip as skip:
             skipped[str(skip)] += 1
-            continue
         except ShoalError as error:
             skipped[str(error).split(";")[0]] += 1
-            continue
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             skipped[f"not understood: {type(error).__name__}: {error}"] += 1
-            continue
-        if outcome.case.oom:
-            found["oom_rows"] += 1
-            found["oom_recognised"] += not outcome.fits
-            continue
-        found["ran"] += 1
-        found["alarms"] += not outcome.fits
-        if outcome.measured_s:
-            steps.append(abs(outcome.step_s / outcome.measured_s - 1))
-        if outcome.case.memory_gib:
-            memories.append(abs(outcome.memory_gib / outcome.case.memory_gib - 1))
-        if show:
-            print(line(index, outcome))
+    return found, skipped
+
+
+def summary(name: str, found: Sequence[Outcome], skipped: Counter[str]) -> dict:
+    """What a file's rows give."""
+    oom = [one for one in found if one.case.oom]
+    ran = [one for one in found if not one.case.oom]
+    steps = [abs(predicted / published - 1) for published, predicted in step_pairs(ran)]
+    memories = [abs(predicted / published - 1) for published, predicted in memory_pairs(ran)]
     return {
-        "file": path.name,
-        "rows": found["rows"],
+        "file": name,
+        "rows": len(found) + skipped.total(),
         "predicted": len(steps),
         "step_median": middle(steps),
         "step_mean": statistics.fmean(steps) if steps else None,
         "memory_rows": len(memories),
         "memory_median": middle(memories),
-        "oom_rows": found["oom_rows"],
-        "oom_recognised": found["oom_recognised"] / found["oom_rows"] if found["oom_rows"] else None,
-        "false_alarms": found["alarms"] / found["ran"] if found["ran"] else None,
+        "oom_rows": len(oom),
+        "oom_recognised": sum(not one.fits for one in oom) / len(oom) if oom else None,
+        "false_alarms": sum(not one.fits for one in ran) / len(ran) if ran else None,
         "skipped": dict(skipped),
     }
+
+
+def step_pairs(found: Iterable[Outcome]) -> list[tuple[float, float]]:
+    """Published and predicted seconds of a step."""
+    return [(one.measured_s, one.step_s) for one in found if one.measured_s and not one.case.oom]
+
+
+def memory_pairs(found: Iterable[Outcome]) -> list[tuple[float, float]]:
+    """Published and predicted GiB."""
+    return [(one.case.memory_gib, one.memory_gib) for one in found if one.case.memory_gib and not one.case.oom]
+
+
+def panel(title: str, unit: str, files: dict[str, list[tuple[float, float]]]) -> picture.Panel:
+    """Predicted over published; the line is where they agree."""
+    every = [published for points in files.values() for published, _ in points]
+    ends = [(value, value) for value in (min(every), max(every))]
+    series = [picture.Series(name, points, ends) for name, points in files.items() if points]
+    return picture.Panel(title, (unit, unit), series)
 
 
 def middle(values):
@@ -230,14 +244,21 @@ def main():
     paths = sorted(options.data.glob("*.csv"))
     if not paths:
         sys.exit(f"no CSV in {options.data}; give a folder with --data")
-    files = []
+    files, drawn = [], {}
     for path in paths:
         with open(path, encoding="utf-8-sig") as file:
             if COLUMNS - {name.strip().lower() for name in file.readline().split(",")}:
                 continue  # another kind of table
-        files.append(summary(path, options.rows))
-        one = files[-1]
-        print(text_of(one))
+        found, skipped = outcomes(path)
+        if options.rows:
+            print("\n".join(line(index, outcome) for index, outcome in found.items() if not outcome.case.oom))
+        files.append(summary(path.name, list(found.values()), skipped))
+        drawn[path.stem] = found.values()
+        print(text_of(files[-1]))
+    if options.plot:
+        steps = panel("seconds of a step: predicted over published", "s", {n: step_pairs(f) for n, f in drawn.items()})
+        held = panel("GiB: predicted over published", "GiB", {n: memory_pairs(f) for n, f in drawn.items()})
+        picture.save(picture.drawn([steps, held]), options.plot, "published", "\n".join(map(text_of, files)))
     if options.json:
         print(json.dumps({"files": files}))
 

@@ -21,6 +21,7 @@ from shoal.launch.comparing import Trial, compared, cost_lines, scaled, trial_li
 from shoal.launch.planning import Extras, checked, find_cluster, more, plan
 from shoal.launch.sketch import sketch_of
 from shoal.plan import explain, scale
+from shoal.plan.mesh import Mesh
 
 pytestmark = pytest.mark.unit
 
@@ -231,6 +232,42 @@ def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) ->
         compared(planned, names[0], str(saved / "wrong.toml"))
 
 
+def test_a_mesh_that_is_asked_for_is_planned_alone(saved: Path) -> None:
+    asked = {"blueprint": str(saved / "blueprint.json"), "cluster": "a100-80gb", "world": 8}
+    text = "\n".join(plan(mesh="shard=2,tensor=4", **asked).lines())
+    assert "1  shard=2,tensor=4" in text and "2  shard=2,tensor=4" in text
+    assert "Plain data parallel" not in text
+    assert "The fastest of all meshes is " in text and "shard=2,tensor=4, " in text.split("fastest of")[1]
+    best = plan(**asked).best[0].candidate.mesh
+    assert "No other mesh is faster." in plan(mesh=str(best), **asked).sentences()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("pipeline=3", "pipeline=3 makes 3 ranks, and there are 8 workers"),
+        ("context=2", "sequences cannot be split over ranks yet; leave context out"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(saved: Path, mesh: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(blueprint=str(saved / "blueprint.json"), cluster="a100-80gb", world=8, mesh=mesh)
+
+
+def test_a_tensor_mesh_of_a_model_that_cannot_be_traced_is_refused(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be traced, and tensor ranks need its trace; choose another degree"):
+        plan(str(saved / "planned.py"), fields=["reads=True"], cluster="a100-80gb", world=8, mesh="tensor=2")
+
+
+def test_a_mesh_that_divides_or_fits_nothing_is_told_with_what_would(planned: Planned, saved: Path) -> None:
+    odd = answer(planned.sketch, planned.cluster, 7, mesh=Mesh(replicate=4))
+    assert "No plan divides with mesh replicate=4: 4 ranks cannot share out a global batch of 7" in odd.sentences()[0]
+    tight = small(saved, 0.003)
+    tight = answer(planned.sketch, tight.cluster, mesh=Mesh(replicate=4))
+    assert tight.sentences()[0].startswith("No plan with mesh replicate=4 fits: the least that any needs is ")
+    assert "The smallest change that fits: another mesh, " in tight.sentences()[1]
+
+
 def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -> None:
     points = scaled(planned.sketch, find_cluster("a100-80gb", None), [2, 8, 16, 32], None)
     text = "\n".join(scale.lines(points, planned.work, planned.cluster))
@@ -243,9 +280,10 @@ def test_the_curve_over_devices_and_its_picture(planned: Planned, saved: Path) -
     ("extras", "words"),
     [
         (Extras(scale="8,x"), "give numbers of devices between commas"),
+        (Extras(mesh="tensor=2", scale="8"), "--mesh tensor=2 with --scale, which has meshes of its own"),
         (Extras(scale_plot="a.html"), "without --scale"),
         (Extras(scale="8", scale_plot="a.txt"), "is no kind of picture"),
-        (Extras(timeline="a.txt"), "end the name in .html for a picture, or in .json for a trace"),
+        (Extras(timeline="a.txt"), "end the name in .html or .svg for a picture, or in .json for a trace"),
         (Extras(trials=2), "a saved blueprint is none"),
         (Extras(compare=("gone.toml", "gone.toml")), "gone.toml cannot be read as a plan"),
         (Extras(price=-1.0), "--price -1 is no price of a device-hour; give a number above 0"),

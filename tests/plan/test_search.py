@@ -14,6 +14,7 @@ from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
 from shoal.plan.memory import ranks
+from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Op, Profile, Weight
 from shoal.plan.schedule import SCHEDULES, conflicts
 from shoal.plan.search import Found, Search, Waiting, in_flight
@@ -80,6 +81,23 @@ def test_no_pipeline_holds_less_than_the_bound_that_drops_it() -> None:
         assert least <= held * (1 + 1e-9), core
         tight = min(tight, 1 - least / held)
     assert tight < 0.5  # and somewhere it says something: 0.37
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipeline=2, shard=2), Mesh(replicate=2, shard=2), Mesh(tensor=4)], ids=str)
+def test_a_mesh_that_is_asked_for_gives_its_plans_and_no_others(mesh: Mesh) -> None:
+    of = search(cluster(4))
+    alone = Search(lambda *degree: of.profiles[degree], of.cluster, of.question._replace(mesh=mesh))
+    result = alone.run(top=1000)
+    every = [
+        found
+        for core in of.cores()
+        for found in of.plans(core, of.starts(core))
+        if found.candidate.mesh == mesh
+    ]  # fmt: skip
+    assert sorted(found.cost.step_s for found in result.best) == sorted(found.cost.step_s for found in every)
+    assert {found.candidate.mesh for found in result.best} == {mesh} and result.asked >= len(every) > 4
+    candidate, _ = alone.least() or pytest.fail("nothing divides")
+    assert candidate.mesh == mesh
 
 
 def bare(weight: int = 0, kept: float = 0.0, carried: float = 0.0, trains: bool = True) -> Profile:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,7 +11,7 @@ from shoal.plan.candidate import Candidate, States
 from shoal.plan.mesh import Mesh
 from shoal.plan.shapes import Shape, Split
 from shoal.plan.time import Prices
-from shoal.plan.timeline import spans, to_html, to_trace
+from shoal.plan.timeline import spans, text, to_trace
 from shoal.plan.transformer import profile
 
 pytestmark = pytest.mark.unit
@@ -46,11 +47,14 @@ def test_a_trace_is_chromes_format():
     assert sum(event["args"]["compute_s"] for event in whole if event["cat"] in "FB") > 0
 
 
-def test_a_page_is_whole_in_itself_and_names_every_span():
+@pytest.mark.parametrize("ending", [".html", ".svg"])
+def test_a_picture_is_whole_in_itself_and_names_every_span(ending):
     found = spans(PRICES, PLANS[1])
-    page = to_html(found, "a < b")
-    assert page.count("<rect") == page.count("</title></rect>") == len(found)
-    assert "<title>a &lt; b</title>" in page and "backward, stage 3, micro-batch 7" in page
-    assert not re.search(r"src=|href=|http", page)
-    right = [float(x) + float(w) for x, w in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', page)]
-    assert max(right) == pytest.approx(70 + 1200, abs=0.5)
+    picture = text(found, "a < b", ending)
+    spanned = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="\d+" fill="#\w+" stroke', picture)
+    assert len(spanned) == picture.count("</title></rect>") == len(found)
+    assert max(float(x) + float(width) for x, width in spanned) == pytest.approx(70 + 1200, abs=0.5)
+    assert "a &lt; b" in picture and "backward, stage 3, micro-batch 7" in picture
+    assert not re.search(r"src=|href=|http(?!://www.w3.org/2000/svg)", picture)
+    drawn = ElementTree.fromstring(picture[picture.index("<svg") : picture.index("</svg>") + 6])
+    assert float(drawn.attrib["width"]) > 70 + 1200

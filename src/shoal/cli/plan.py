@@ -25,8 +25,11 @@ def command(
     precision: Annotated[
         str | None, typer.Option(help="compute precision (default: the job's own)", metavar="fp32|bf16|fp16|fp64")
     ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="plans of this mesh alone (default: of all)", metavar="pipeline=2,tensor=2,...")
+    ] = None,
     out: Annotated[str | None, typer.Option("-o", "--out", help="write the best plan here", metavar="TOML")] = None,
-    top: Annotated[int, typer.Option(help="plans to show, each of another mesh")] = 5,
+    top: Annotated[int, typer.Option(help="plans to show, each of another mesh unless one is given")] = 5,
     blueprint: Annotated[
         str | None, typer.Option(help="a saved blueprint in place of FILE; needs no torch", metavar="JSON")
     ] = None,
@@ -41,7 +44,9 @@ def command(
     price: Annotated[float | None, typer.Option(help="of a device-hour: what a billion tokens cost")] = None,
     timeline: Annotated[
         str | None,
-        typer.Option(help="picture of the best plan's step, or a trace for Perfetto", metavar="FILE.html|FILE.json"),
+        typer.Option(
+            help="picture of the best plan's step, or a trace for Perfetto", metavar="FILE.html|FILE.svg|FILE.json"
+        ),
     ] = None,
     trials: Annotated[
         int, typer.Option(help="run so many of the best plans here for a few steps, and rank anew", min=0)
@@ -51,12 +56,12 @@ def command(
     """Run the command. Exit status: 0 where a plan fits, else 1."""
     from shoal.launch.planning import Extras, checked, more, plan
 
-    extras = Extras(compare, scale, scale_plot, price, timeline, trials)
+    extras = Extras(compare, scale, scale_plot, price, timeline, trials, mesh)
     with told():
         checked(extras, file)
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
-            global_batch=global_batch, precision=precision, top=top,
+            global_batch=global_batch, precision=precision, top=top, mesh=mesh,
         )  # fmt: skip
         if save_blueprint is not None:
             planned.sketch.write(save_blueprint)

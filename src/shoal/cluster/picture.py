@@ -14,9 +14,13 @@ from shoal.cluster.page import page, quantity
 from shoal.core.errors import ConfigError
 from shoal.core.toml import write_text
 
-WIDTH, HEIGHT = 520, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 130, 34, 46
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+HEIGHT = 340
+_ACROSS, _LEFT, _TOP, _BOTTOM = 320, 70, 34, 46  # of a chart: its width, and the room around it
+_LETTER = 6.2  # of a name in the legend
+_COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999", "#7f3c8d", "#8c564b"
+)  # fmt: skip
+_MANY = 100  # points of a series, from which on they are drawn small
 Points = Sequence[tuple[float, float]]
 
 
@@ -67,17 +71,22 @@ def svg(cluster: Cluster) -> str:
 
 def drawn(panels: Sequence[Panel]) -> str:
     """Charts side by side, as an SVG's text."""
-    across = 2
+    across, width = 2, max(map(_width, panels))
     rows = math.ceil(len(panels) / across)
     parts = [
-        f'<g transform="translate({index % across * WIDTH},{index // across * HEIGHT})">{_chart(panel)}</g>'
+        f'<g transform="translate({index % across * width},{index // across * HEIGHT})">{_chart(panel)}</g>'
         for index, panel in enumerate(panels)
     ]
-    size = f'width="{across * WIDTH}" height="{rows * HEIGHT}"'
+    size = f'width="{across * width}" height="{rows * HEIGHT}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
     )
+
+
+def _width(panel: Panel) -> int:
+    """With its legend."""
+    return _LEFT + _ACROSS + 34 + math.ceil(_LETTER * max(len(series.name) for series in panel.series))
 
 
 def _panels(cluster: Cluster) -> list[Panel]:
@@ -122,7 +131,7 @@ def _between(low: float, high: float, count: int) -> list[float]:
 def _chart(panel: Panel) -> str:
     every = [point for series in panel.series for point in (*series.points, *series.curve)]
     x_axis, y_axis = (_decades([point[number] for point in every]) for number in (0, 1))
-    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+    right, bottom = _LEFT + _ACROSS, HEIGHT - _BOTTOM
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x = (math.log10(point[0]) - x_axis[0]) / (x_axis[-1] - x_axis[0])
@@ -142,9 +151,10 @@ def _chart(panel: Panel) -> str:
         colour = _COLOURS[number % len(_COLOURS)]
         line = "L".join("{:.1f} {:.1f}".format(*place(point)) for point in series.curve)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}"/>')
+        radius = 3 if len(series.points) < _MANY else 1.5
         for point in series.points:
             x, y = place(point)
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"/>')
         y = _TOP + 12 + 16 * number
         parts.append(f'<circle cx="{right + 14}" cy="{y - 4}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{right + 24}" y="{y}">{html.escape(series.name)}</text>')

@@ -13,6 +13,7 @@ from shoal.plan import explain
 from shoal.plan.candidate import Candidate, States
 from shoal.plan.explain import Tried, Work
 from shoal.plan.from_blueprint import profile
+from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.profile import Profile
 from shoal.plan.search import USABLE, Found, Profiles, Search
@@ -31,7 +32,8 @@ DOUBLED, BETWEEN = (2, 4, 8, 16, 32, 64), 8
 @dataclass
 class Planned:
     """The answer. ``best``: fastest first, each of another mesh; empty where nothing fits, and ``changes`` say what
-    would. ``plan``: the best one as a run takes it. ``whole``: the cluster that ``cluster`` is some devices of."""
+    would. ``plan``: the best one as a run takes it. ``whole``: the cluster that ``cluster`` is some devices of.
+    ``elsewhere``: where a mesh was asked for, the best plan of all meshes."""
 
     sketch: Sketch
     cluster: Cluster
@@ -44,6 +46,7 @@ class Planned:
     tried: tuple[Tried, ...] = ()
     changes: tuple[str, ...] = ()
     whole: Cluster | None = None
+    elsewhere: Found | None = None
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,8 @@ class Planned:
             told.append(explain.binds(fastest, self.free, self.cluster) if self.work.traced else explain.UNTRACED)
             told += [f"Runner-up: {explain.lost(fastest, other)}." for other in others[:1]]
             told += [explain.obvious(fastest, each, self.cluster) for each in self.tried]
+            if self.question.mesh is not None:
+                told.append(explain.elsewhere(fastest, self.elsewhere))
         else:
             told += self.changes
         told += [f"tensor={degree} is not possible: {why}." for degree, why in list(self.search.refused.items())[:1]]
@@ -144,23 +149,29 @@ def answer(
     top: int = 5,
     micro_batch: int | None = None,
     whole: Cluster | None = None,
+    mesh: Mesh | None = None,
 ) -> Planned:
-    """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``: with no other one.
-    ``whole``: the cluster that it is some devices of, whose nodes more devices would have."""
-    question = question_of(sketch, cluster, global_batch)
+    """The best plans on all devices of ``cluster``, and what to say of them. ``micro_batch``, ``mesh``: with no other
+    one. ``whole``: the cluster that it is some devices of, whose nodes more devices would have."""
+    question = question_of(sketch, cluster, global_batch)._replace(mesh=mesh)
     profiles = profiles_of(sketch, cluster)
     search = Search(profiles, cluster, question)
+    if mesh is not None and mesh.tensor in search.refused:
+        raise ConfigError(
+            f"--mesh {mesh}: {search.refused[mesh.tensor]}; choose another degree than tensor={mesh.tensor}"
+        )
     result = search.run(top, within=None if micro_batch is None else lambda core: core.micro_batch == micro_batch)
     if not result.best:
         return Planned(
             sketch, cluster, question, search, (), result.asked, result.priced, whole=whole,
-            changes=_changes(sketch, search, whole or cluster),
+            changes=_changes(sketch, search, whole or cluster, profiles),
         )  # fmt: skip
     faster_s = result.best[0].cost.step_s * (1 - explain.EQUAL)
     free = search.with_memory(_ROOMY).run(1, below_s=faster_s)
     return Planned(
         sketch, cluster, question, search, result.best, result.asked, result.priced,
-        next(iter(free.best), None), _obvious(search, result.best[0]), whole=whole,
+        next(iter(free.best), None), _obvious(search, result.best[0]) if mesh is None else (), whole=whole,
+        elsewhere=None if mesh is None else _of_all(search, profiles),
     )  # fmt: skip
 
 
@@ -181,7 +192,9 @@ def profiles_of(sketch: Sketch, cluster: Cluster) -> Profiles:
     @cache
     def made(tensor: int, sequence_parallel: bool) -> Profile | str:
         if not sketch.blueprint.operations:
-            return states_alone(sketch)
+            return (
+                states_alone(sketch) if tensor == 1 else "the model cannot be traced, and tensor ranks need its trace"
+            )
         try:
             return profile(
                 sketch.blueprint, sketch.units, tensor=tensor, sequence_parallel=sequence_parallel,
@@ -191,6 +204,11 @@ def profiles_of(sketch: Sketch, cluster: Cluster) -> Profiles:
             return str(error)
 
     return made
+
+
+def _of_all(search: Search, profiles: Profiles) -> Found | None:
+    """The best plan of all meshes."""
+    return next(iter(Search(profiles, search.cluster, search.question._replace(mesh=None)).run(1).best), None)
 
 
 def _obvious(search: Search, best: Found) -> tuple[Tried, ...]:
@@ -213,7 +231,7 @@ def _obvious(search: Search, best: Found) -> tuple[Tried, ...]:
     return tuple(tried)
 
 
-def _changes(sketch: Sketch, search: Search, whole: Cluster) -> tuple[str, ...]:
+def _changes(sketch: Sketch, search: Search, whole: Cluster, profiles: Profiles) -> tuple[str, ...]:
     """Nothing fits: what needs least, and the smallest change that would."""
     question = search.question
     least = search.least()
@@ -221,13 +239,18 @@ def _changes(sketch: Sketch, search: Search, whole: Cluster) -> tuple[str, ...]:
         return (_undivided(search),)
     candidate, memory = least
     name, value, _ = explain.parts(memory, explain.HELD)[0]
+    asked = f"with mesh {question.mesh} " if question.mesh else ""
     told = [
-        f"No plan fits: the least that any needs is {explain.gib(memory.total_bytes)} per device "
+        f"No plan {asked}fits: the least that any needs is {explain.gib(memory.total_bytes)} per device "
         f"({explain.layout(candidate)}), {explain.gib(value)} of it {name}; "
         f"{explain.gib(search.usable_bytes)} are usable."
     ]
     ways = [f"devices of {explain.gib(memory.total_bytes / USABLE, room=True)}"]
-    more = _more_devices(sketch, whole, question)
+    if question.mesh is None:
+        more = _more_devices(sketch, whole, question)
+    else:
+        other = _of_all(search, profiles)
+        more = f"another mesh, {explain.layout(other.candidate)}" if other is not None else None
     if more is not None:
         ways.insert(0, more)
     told.append(f"The smallest change that fits: {'; or '.join(ways)}.")
@@ -268,9 +291,11 @@ def _possible(cluster: Cluster, world: int) -> bool:
 
 
 def _undivided(search: Search) -> str:
-    world, batch = search.question.world, search.question.global_batch
+    world, batch, mesh = search.question.world, search.question.global_batch, search.question.mesh
+    asked, other = (f" with mesh {mesh}", "mesh") if mesh else ("", "number of devices")
+    ranks = mesh.replicate * mesh.shard if mesh else world
     return (
-        f"No plan divides: {world:,} ranks cannot share out a global batch of {batch:,} samples and the model's "
+        f"No plan divides{asked}: {ranks:,} ranks cannot share out a global batch of {batch:,} samples and the model's "
         f"{max(len(p.blocks) for p in search.profiles.values())} blocks; use a global batch that is a multiple of "
-        f"{world:,}, or another number of devices."
+        f"{ranks:,}, or another {other}."
     )

@@ -17,12 +17,13 @@ from shoal.launch.answer import Planned, answer
 from shoal.launch.comparing import compared, cost_lines, cost_values, priced, scaled, trial_lines, tried
 from shoal.plan import scale, timeline
 from shoal.plan.explain import layout
+from shoal.plan.mesh import Mesh
 from shoal.plan.plan import Plan
 
 
 class Extras(NamedTuple):
     """What else is asked of a plan: two plans' files, numbers of devices and their picture's file, a device-hour's
-    price, a step's picture's file, how many plans to run."""
+    price, a step's picture's file, how many plans to run; the one mesh that is planned."""
 
     compare: tuple[str, str] | None = None
     scale: str | None = None
@@ -30,6 +31,7 @@ class Extras(NamedTuple):
     price: float | None = None
     timeline: str | None = None
     trials: int = 0
+    mesh: str | None = None
 
 
 def plan(
@@ -42,12 +44,14 @@ def plan(
     global_batch: int | None = None,
     precision: str | None = None,
     top: int = 5,
+    mesh: str | None = None,
 ) -> Planned:
     """The best plans for ``job`` (an instance, or the path of its file), or for a saved ``blueprint``.
 
     ``cluster``: a preset's name, a TOML file or a value; None: this machine as measured, which takes up to a minute
     where it was not before. ``world``: devices of it. ``global_batch`` samples and ``precision``: the job's own, unless
-    given. Raises ConfigError.
+    given. ``mesh``: plans of this mesh alone (``"pipeline=2,tensor=2"``; what is left of the devices goes to replicate)
+    in place of each mesh's best. Raises ConfigError.
     """
     if (job is None) == (blueprint is None):
         raise ConfigError("plan() takes a job or a blueprint's file; give one of them")
@@ -63,7 +67,17 @@ def plan(
             f"save its blueprint with --precision {precision}"
         )
     whole = find_cluster(cluster, None if cluster is not None else world)
-    return answer(sketch, whole if world is None else whole.resized(world), global_batch, top, whole=whole)
+    sized = whole if world is None else whole.resized(world)
+    return answer(sketch, sized, global_batch, top, whole=whole, mesh=_mesh(mesh, sized.world))
+
+
+def _mesh(asked: str | None, world: int) -> Mesh | None:
+    if asked is None:
+        return None
+    mesh = Mesh.parse(asked, "--mesh", world)
+    if mesh.context > 1:
+        raise ConfigError(f"--mesh {mesh}: sequences cannot be split over ranks yet; leave context out")
+    return mesh
 
 
 def find_cluster(cluster: str | Cluster | None, world: int | None) -> Cluster:
@@ -87,8 +101,12 @@ def checked(extras: Extras, file: str | None) -> None:
         if extras.scale is None:
             raise ConfigError(f"--scale-plot {extras.scale_plot} without --scale; add for example --scale 8,64,512")
         picture.check(extras.scale_plot)
-    if extras.timeline is not None and Path(extras.timeline).suffix.lower() not in (".html", ".json"):
-        raise ConfigError(f"--timeline {extras.timeline}: end the name in .html for a picture, or in .json for a trace")
+    if extras.timeline is not None and Path(extras.timeline).suffix.lower() not in timeline.ENDINGS:
+        asked = f"--timeline {extras.timeline}"
+        raise ConfigError(f"{asked}: end the name in .html or .svg for a picture, or in .json for a trace")
+    for name, value in (("--scale", extras.scale), ("--compare", extras.compare)):
+        if extras.mesh is not None and value is not None:
+            raise ConfigError(f"--mesh {extras.mesh} with {name}, which has meshes of its own; leave one of them out")
     for path in extras.compare or ():
         Plan.read(path)
     if extras.trials and file is None:
@@ -133,8 +151,7 @@ def _timeline(planned: Planned, path: Path) -> None:
     """The best plan's step, drawn or as a trace. Raises ConfigError."""
     best = planned.best[0].candidate
     found = timeline.spans(planned.search.prices[best.mesh.tensor, best.sequence_parallel], best)
-    text = timeline.to_trace(found) if path.suffix.lower() == ".json" else timeline.to_html(found, layout(best))
-    write_text(path, text)
+    write_text(path, timeline.text(found, layout(best), path.suffix.lower()))
 
 
 def _scale(told: Told, planned: Planned, worlds: Sequence[int], plot: str | None) -> None:

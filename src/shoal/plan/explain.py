@@ -197,6 +197,15 @@ def obvious(best: Found, tried: Tried, cluster: Cluster) -> str:
     return f"{tried.name} is not possible: {tried.why}."
 
 
+def elsewhere(best: Found, other: Found | None) -> str:
+    """The best plan of a mesh that was asked for beside the best of all meshes."""
+    if other is None or other.cost.step_s > best.cost.step_s * (1 - EQUAL):
+        return "No other mesh is faster."
+    return (
+        f"The fastest of all meshes is {layout(other.candidate)} ({seconds(other.cost.step_s)}); {lost(other, best)}."
+    )
+
+
 def table(found: Sequence[Found], work: Work, cluster: Cluster) -> list[list[str]]:
     """A head and one row for each plan."""
     rows = [["", "plan", "memory", "step", "tokens/s" if work.tokens > 1 else "samples/s", "MFU"]]

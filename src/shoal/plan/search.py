@@ -21,6 +21,7 @@ from shoal.cluster.facts import Cluster
 from shoal.plan import balance
 from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.memory import holding, ranks, recomputed
+from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.sharded import alone
@@ -110,13 +111,14 @@ class Search:
     def run(
         self, top: int = 5, only: Only | None = None, within: Within | None = None, below_s: float = math.inf
     ) -> Result:
-        """The ``top`` best plans, each of another mesh, of all or of those that ``only`` and ``within`` let through and
-        that take less than ``below_s``."""
+        """The ``top`` best plans, each of another mesh unless one is asked for, of all or of those that ``only`` and
+        ``within`` let through and that take less than ``below_s``."""
         asked_for = [core for core in self.cores() if within is None or within(core)]
         waiting = [Waiting(self.bound(core), number, core) for number, core in enumerate(asked_for)]
-        asked, before = sum(len(list(spreads(each.core.data))) for each in waiting), self.priced
+        mesh = self.question.mesh
+        asked, before = sum(len(list(spreads(each.core.data, mesh))) for each in waiting), self.priced
         heapq.heapify(waiting)
-        best: dict[tuple, Found] = {}
+        best: dict[Mesh | Candidate, Found] = {}
         while waiting:
             each = heapq.heappop(waiting)
             worst_s = min(below_s, _worst(best, top))
@@ -131,9 +133,9 @@ class Search:
                     heapq.heappush(waiting, self.play(each))
                 continue
             for found in self.plans(each.core, each.starts, only, worst_s):
-                mesh = tuple(found.candidate.mesh.degrees.values())
-                if mesh not in best or found.cost.step_s < best[mesh].cost.step_s:
-                    best[mesh] = found
+                key = found.candidate.mesh if mesh is None else found.candidate
+                if key not in best or found.cost.step_s < best[key].cost.step_s:
+                    best[key] = found
         ordered = sorted(best.values(), key=lambda found: found.cost.step_s)
         return Result(tuple(ordered[:top]), asked, self.priced - before)
 
@@ -286,7 +288,7 @@ class Search:
         """
         prices = self.prices[core.tensor, core.sequence_parallel]
         fit: set[tuple[int, int, int]] = set()
-        for spread in spreads(core.data):
+        for spread in spreads(core.data, self.question.mesh):
             if (only is not None and not only(core, spread)) or (spread.offload and spread[:3] in fit):
                 continue
             plain = candidate(self.question, core, spread, starts)
@@ -312,15 +314,15 @@ class Search:
         return self._left[key]
 
     def least(self, within: Within | None = None, axis: str = "shard") -> tuple[Candidate, Memory] | None:
-        """What needs the least memory of all, or of the cores ``within``, with data ranks along ``axis``: the smallest
-        micro-batch, most recomputed, all shared out. None where nothing divides."""
+        """What needs the least memory of all, or of the cores ``within``: the smallest micro-batch, most recomputed,
+        all shared out, data ranks along ``axis`` unless a mesh is asked for. None where nothing divides."""
         cores = [c for c in self.cores() if c.micro_batch == 1 and c.chunks == 1 and (within is None or within(c))]
         most = max((RECOMPUTE.index(core.recompute) for core in cores), default=0)
         found = []
         for core in cores:
             if RECOMPUTE.index(core.recompute) < most or core.schedule in ("interleaved-zero-bubble", "gpipe"):
                 continue
-            shard = core.data if axis == "shard" else 1
+            shard = self.question.mesh.shard if self.question.mesh else core.data if axis == "shard" else 1
             made = candidate(self.question, core, Spread(core.data // shard, shard, 3, shard > 1), self.starts(core))
             held = ranks(self.profiles[core.tensor, core.sequence_parallel], made, self.cluster.device)
             found.append((made, max(held, key=lambda each: each.total_bytes)))
@@ -335,7 +337,7 @@ def _numel(block: Block) -> tuple[int, int]:
     return sum(whole for whole, _ in sizes), sum(trained for _, trained in sizes)
 
 
-def _worst(best: dict[tuple, Found], top: int) -> float:
+def _worst(best: dict[Mesh | Candidate, Found], top: int) -> float:
     """Seconds of the slowest plan that is wanted so far."""
     return sorted(found.cost.step_s for found in best.values())[top - 1] if len(best) >= top else math.inf
 

@@ -21,7 +21,8 @@ LEAST_TENSOR = 8
 
 class Question(NamedTuple):
     """What is asked: ``global_batch`` samples of a step on ``world`` ranks. ``most_tensor``: the largest degree.
-    ``thorough``: tensor without sequence parallelism is tried where it works too, not only where it does not."""
+    ``thorough``: tensor without sequence parallelism is tried where it works too, not only where it does not.
+    ``mesh``: no other one."""
 
     world: int
     global_batch: int
@@ -30,6 +31,7 @@ class Question(NamedTuple):
     most_tensor: int = LEAST_TENSOR
     bucket_bytes: float = 25 * 2**20
     thorough: bool = True
+    mesh: Mesh | None = None
 
 
 class Core(NamedTuple):
@@ -73,6 +75,8 @@ def _divisors(number: int) -> set[int]:
 def degrees(question: Question) -> list[tuple[int, bool]]:
     """Tensor degrees that divide the world and are small enough, each with sequence parallelism first."""
     found = [degree for degree in divisors(question.world) if degree <= question.most_tensor]
+    if question.mesh is not None:
+        found = [question.mesh.tensor]
     both = [(degree, sequence) for degree in found for sequence in (True, False)]
     return [(degree, sequence) for degree, sequence in both if not sequence or (degree > 1 and SEQUENCE_PARALLEL)]
 
@@ -80,12 +84,12 @@ def degrees(question: Question) -> list[tuple[int, bool]]:
 def cores(question: Question, tensors: Mapping[tuple[int, bool], int], repeated: bool = True) -> list[Core]:
     """Every core. ``tensors``: (degree, sequence parallel) -> number of places to cut. ``repeated``: the model has
     repeated blocks, without which nothing is recomputed."""
-    found = []
+    found, mesh = [], question.mesh
     for (tensor, sequence), blocks in tensors.items():
         if question.world % tensor:
             continue
         left = question.world // tensor
-        for pipeline in divisors(left):
+        for pipeline in divisors(left) if mesh is None else [mesh.pipeline]:
             data = left // pipeline
             if pipeline > blocks or question.global_batch % data:
                 continue
@@ -119,10 +123,11 @@ def schedules(pipeline: int, blocks: int, micro_batches: int) -> list[tuple[str 
     return found
 
 
-def spreads(data: int) -> Iterator[Spread]:
-    """Every way to hold weights on ``data`` ranks, those that keep most first; offload last."""
+def spreads(data: int, mesh: Mesh | None = None) -> Iterator[Spread]:
+    """Every way to hold weights on ``data`` ranks (of ``mesh``: those that it has), those that keep most first; offload
+    last."""
     for offload in (False, True):
-        for shard in divisors(data):
+        for shard in divisors(data) if mesh is None else [mesh.shard]:
             if shard == 1 and offload:
                 continue
             for level in (1, 2, 3) if shard > 1 else (3,):

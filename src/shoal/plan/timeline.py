@@ -1,10 +1,10 @@
-"""A step as spans on a timeline, written as a Chrome trace (also read by Perfetto) or as one self-contained page."""
+"""A step as spans on a timeline, written as a Chrome trace (also read by Perfetto) or as a picture."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.plan.candidate import Candidate
@@ -23,7 +23,8 @@ COLOURS = {
     "optimizer": "#54a24b",
 }
 WORDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
-WIDTH, LANE, LEFT = 1200, 26, 70
+ENDINGS = (".html", ".svg", ".json")
+WIDTH, LANE, LEFT, TOP = 1200, 26, 70, 50
 
 
 class Span(NamedTuple):
@@ -67,6 +68,13 @@ def _name(action: Action) -> str:
     return f"{WORDS[action.kind]}, stage {action.stage}, micro-batch {action.micro}"
 
 
+def text(found: Sequence[Span], title: str, ending: str) -> str:
+    """What a file of that ending (of ``ENDINGS``) holds."""
+    if ending == ".json":
+        return to_trace(found)
+    return to_html(found, title) if ending == ".html" else to_svg(found, title)
+
+
 def to_trace(found: Sequence[Span]) -> str:
     """Chrome's trace event format (JSON), microseconds:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
@@ -83,27 +91,37 @@ def to_trace(found: Sequence[Span]) -> str:
 
 def to_html(found: Sequence[Span], title: str) -> str:
     """One page with the picture inside; hovering over a span names it."""
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        f"<body>{to_svg(found, title)}</body></html>\n"
+    )
+
+
+def to_svg(found: Sequence[Span], title: str) -> str:
+    """The picture: a lane for each pipeline coordinate, seconds to the right."""
     end = max((span.end_s for span in found), default=0.0)
     ranks = sorted({span.rank for span in found})
     scale = WIDTH / end if end else 0.0
-    boxes = "\n".join(_box(span, scale) for span in found)
-    labels = "\n".join(f'<text x="0" y="{rank * LANE + 17}" font-size="12">rank {rank}</text>' for rank in ranks)
-    ticks = "\n".join(
-        f'<text x="{LEFT + WIDTH * part / 10:.0f}" y="{len(ranks) * LANE + 16}" font-size="11" text-anchor="middle">'
-        f"{end * part / 10:.4g} s</text>"
-        for part in range(0, 11, 2)
-    )
-    kinds = [kind for kind in COLOURS if any(span.kind == kind for span in found)]
-    legend = " ".join(
-        f'<span style="background:{COLOURS[kind]};color:#fff;padding:2px 8px">{WORDS.get(kind, kind)}</span>'
-        for kind in kinds
-    )
+    bottom = TOP + len(ranks) * LANE
+    parts = [f'<text x="0" y="18" font-size="15">{html.escape(title)}</text>', *_legend(found)]
+    parts += [f'<text x="0" y="{TOP + rank * LANE + 17}">rank {rank}</text>' for rank in ranks]
+    parts += [_box(span, scale) for span in found]
+    for part in range(0, 11, 2):
+        at, told = LEFT + WIDTH * part / 10, f"{end * part / 10:.4g} s"
+        parts.append(f'<text x="{at:.0f}" y="{bottom + 16}" text-anchor="middle">{told}</text>')
+    inside = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f'<body style="font-family:sans-serif"><h1 style="font-size:18px">{html.escape(title)}</h1>\n<p>{legend}</p>\n'
-        f'<svg width="{LEFT + WIDTH + 40}" height="{len(ranks) * LANE + 24}">\n{labels}\n{boxes}\n{ticks}\n</svg>'
-        "</body></html>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 40}" height="{bottom + 24}" '
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>\n{inside}\n</svg>'
     )
+
+
+def _legend(found: Sequence[Span]) -> Iterator[str]:
+    at = 0
+    for kind in (kind for kind in COLOURS if any(span.kind == kind for span in found)):
+        yield f'<rect x="{at}" y="28" width="12" height="12" fill="{COLOURS[kind]}"/>'
+        yield f'<text x="{at + 17}" y="38">{WORDS.get(kind, kind)}</text>'
+        at += 130
 
 
 def _box(span: Span, scale: float) -> str:
@@ -111,6 +129,6 @@ def _box(span: Span, scale: float) -> str:
     parts = "".join(f"\n{name} {value:.4g} s" for name, value in span.parts.items() if value)
     text = html.escape(f"{span.name}: {span.start_s:.4g} to {span.end_s:.4g} s{parts}")
     return (
-        f'<rect x="{LEFT + span.start_s * scale:.2f}" y="{span.rank * LANE + 2}" width="{max(width, 0.3):.2f}" '
+        f'<rect x="{LEFT + span.start_s * scale:.2f}" y="{TOP + span.rank * LANE + 2}" width="{max(width, 0.3):.2f}" '
         f'height="{LANE - 4}" fill="{COLOURS[span.kind]}" stroke="#fff" stroke-width="0.3"><title>{text}</title></rect>'
     )
