@@ -283,18 +283,22 @@ def on_cpu(**values):
 
 
 def test_a_host_that_computes_pays_for_what_the_engine_does_besides():
-    bare, cluster = op(flops=5e10), on_cpu()
+    bare, cluster, once = op(flops=5e10), on_cpu(), host.STEP + host.MEETING
     sums = tuple(Traffic("tensor", "all_reduce", phase, 0.0) for phase in ("forward", "backward"))
     tensor = model(block("a", bare, traffic=sums), block("b", bare))
     assert price(tensor, lone(Mesh(tensor=2), accumulation=3), cluster).rest_s == pytest.approx(
-        3 * 2 * host.CALL * 1e-5, rel=1e-4
+        (3 * 2 * host.CALL + once) * 1e-5, rel=1e-3
     )
     stages = model(block("a", bare, carried=8.0), block("b", bare, carried=8.0))
     half = lone(Mesh(pipeline=2), accumulation=4, schedule="1f1b", starts=(0, 1))
-    assert price(stages, half, cluster).rest_s == pytest.approx(4 * 2 * host.ACTION * 1e-5, rel=1e-4)
+    assert price(stages, half, cluster).rest_s == pytest.approx((4 * 2 * host.ACTION + once) * 1e-5, rel=1e-3)
     apart = half._replace(schedule="interleaved-zero-bubble")
-    assert price(stages, apart, cluster).rest_s == pytest.approx(4 * (2 * host.ACTION + host.WEIGHTS) * 1e-5, rel=1e-4)
-    first, second = Prices(stages, cluster).stages(apart)  # the first stage's backward is never taken apart
+    starts = 4 * (2 * host.ACTION + host.WEIGHTS) + once
+    assert price(stages, apart, cluster).rest_s == pytest.approx(starts * 1e-5, rel=1e-3)
+    prices = Prices(stages, cluster)
+    first, second = prices.stages(apart)  # the first stage's backward is never taken apart
+    played = prices._pipeline(apart, [first, second])[1]
+    assert [time.weights / time.backward for time in played] == pytest.approx([1.0, 0.5])
     assert second.backward.launch - first.backward.launch == pytest.approx(host.WEIGHTS * 1e-5)
     assert price(stages, half, CLUSTER).rest_s == 0
 
@@ -332,9 +336,11 @@ def test_shards_without_streams_are_gathered_in_turn():
 def test_small_weights_and_figures_cost_starts_and_a_sum():
     made = model(block("a", numel=1), block("b", numel=1))
     slow = on_cpu(memory_bytes_per_s=1e30).model_copy(update={"inside": Link(bytes_per_s=1e9, base_s=0.5)})
-    alone, two = (price(made, lone(Mesh(tensor=tensor)), slow) for tensor in (1, 2))
+    meshes = Mesh(), Mesh(replicate=2), Mesh(tensor=2), Mesh(shard=2)
+    alone, copies, *meeting = (price(made, lone(mesh), slow) for mesh in meshes)
     assert alone.optimizer_s == pytest.approx(2 * host.UPDATE * 1e-5)
-    assert (alone.rest_s, two.rest_s) == (0, pytest.approx(0.5, rel=1e-4))
+    assert (alone.rest_s, copies.rest_s) == (0, pytest.approx(0.5 + host.STEP * 1e-5, rel=1e-4))
+    assert [one.rest_s for one in meeting] == pytest.approx([copies.rest_s + host.MEETING * 1e-5] * 2)
 
 
 def test_gradients_are_summed_in_buckets_from_when_they_are_there():

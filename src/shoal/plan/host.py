@@ -1,7 +1,7 @@
 """What a step costs besides on a host that also computes: nothing hides the engine's own work, and shards have no
 streams to hide on.
 
-Counts of kernel starts come from steps of two models over loopback; another model and all other links are predicted
+Counts of kernel starts come from steps of three models over four links, each model and link held out in turn
 (docs/planning.md, "This machine").
 """
 
@@ -17,8 +17,9 @@ from shoal.plan.rates import stream_seconds
 from shoal.plan.schedule import SPLIT
 
 #: In starts of a kernel (device.launch_s): each tensor, context or expert collective; each gathering or scattering of a
-#: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated.
-CALL, UNIT, ACTION, WEIGHTS, UPDATE = 78, 254, 243, 399, 2
+#: shard; each action of a pipeline, and on top of that each backward of weights apart; each weight that is updated;
+#: each step; and each step in which ranks meet before its end.
+CALL, UNIT, ACTION, WEIGHTS, UPDATE, STEP, MEETING = 47, 34, 32, 481, 2, 754, 1996
 #: Bytes of what ranks tell each other once a step: loss, count, norm, signals (engine/step.py).
 FIGURES_BYTES = 2048
 
@@ -35,11 +36,14 @@ def action_starts(candidate: Candidate, stage: int, device: Device) -> tuple[int
     return ACTION, ACTION + WEIGHTS * (candidate.schedule in SPLIT and stage > 0)
 
 
-def figures_s(candidate: Candidate, cluster: Cluster) -> float:
-    """Seconds of the step's one sum of a few figures over all ranks, after which the optimizer may begin."""
+def once_s(candidate: Candidate, cluster: Cluster) -> float:
+    """Seconds that a step costs its ranks once, besides waiting in it: the sum of a few figures over all ranks, after
+    which the optimizer may begin, and the engine's own work."""
     if candidate.world == 1 or not computes(cluster.device):
         return 0.0
-    return span(cluster, 1, candidate.world).seconds("all_reduce", FIGURES_BYTES)
+    meets = candidate.world > candidate.mesh.replicate
+    starts = STEP + MEETING * meets
+    return span(cluster, 1, candidate.world).seconds("all_reduce", FIGURES_BYTES) + starts * cluster.device.launch_s
 
 
 def summed(where: Span, nbytes: float, candidate: Candidate, backward_s: float, slowdown: float) -> float:

@@ -127,9 +127,7 @@ class Prices:
             replicate_s=replicate,
             bubble_s=makespan - worked - sent,
             optimizer_s=max(self._optimizer(candidate, mine) for mine in ranks),
-            rest_s=share * total.launch
-            + host.figures_s(candidate, self.cluster)
-            + straggling(candidate.world) * makespan,
+            rest_s=share * total.launch + host.once_s(candidate, self.cluster) + straggling(candidate.world) * makespan,
         )
 
     def stages(self, candidate: Candidate) -> list[Work]:

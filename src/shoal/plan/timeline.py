@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.plan.candidate import Candidate
-from shoal.plan.host import figures_s
+from shoal.plan.host import once_s
 from shoal.plan.schedule import Action
 from shoal.plan.simulate import Event
 from shoal.plan.time import Prices, Work, straggling
@@ -45,7 +45,7 @@ def spans(prices: Prices, candidate: Candidate) -> list[Span]:
     cost, works = prices.price(candidate), prices.stages(candidate)
     found = [_action(event, works[event.action.stage]) for event in prices.played(candidate)]
     end = max(span.end_s for span in found)
-    slowest = end * straggling(candidate.world) + figures_s(candidate, prices.cluster)
+    slowest = end * straggling(candidate.world) + once_s(candidate, prices.cluster)
     sync = cost.shard_s + cost.replicate_s
     for rank in range(candidate.mesh.pipeline):
         parts = {"shard": cost.shard_s, "replicate": cost.replicate_s}
