@@ -294,6 +294,17 @@ def test_the_loss_of_torch_is_compiled_with_the_model_since_2025():
     assert kept("FSDP", compile="yes") == 14 and kept("torchtitan", tp="8", dp="4") == 18  # parts of the classes
 
 
+def test_the_loss_moves_what_its_kernels_read_and_write():
+    """Passes over logits in megatron/core/tensor_parallel/cross_entropy.py, nanotron's functional.py, torch's own."""
+
+    def moved(source, **more):
+        return read(row(source=source, vp="", pp="1", n_gpus="32", **{"tp": "1"} | more)).system.software.loss_bytes
+
+    assert [moved(source) for source in ("Megatron-LM", "NeMo", "Megatron-DeepSpeed", "nanotron")] == [52] * 4
+    assert [moved(source) for source in ("FSDP", "DeepSpeed", "InternEvo", "torchtitan")] == [36] * 4
+    assert [moved(source, compile="yes") for source in ("FSDP", "torchtitan", "torchtitan 202412")] == [16, 16, 36]
+
+
 def test_torch_sums_gradients_in_float32_and_keeps_what_its_layers_gathered():
     case = read(row(source="torchtitan", vp="", pp="1", n_gpus="32", dp="4"))
     assert case.candidates[0].states.sent == 4 and read(row(source="FSDP")).candidates[0].states.sent == 2
