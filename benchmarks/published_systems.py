@@ -90,9 +90,9 @@ HOPPER_PLAIN = HOPPER | {"matmul_share": 0.74}
 #: nanotron's parallel/tensor_parallel/functional.py, which is taken from it.
 PARALLEL_LOSS = 52
 _MEGATRON = System(
-    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6, loss_bytes=PARALLEL_LOSS), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER_PLAIN,
-    first_word=("megatron",),
+    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6, loss_bytes=PARALLEL_LOSS),
+    States(2, 0, 4, 12), bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20),
+    hopper=HOPPER_PLAIN, first_word=("megatron",),
 )  # fmt: skip
 #: The block of the bf16 logits (2) lies idle beside those in float32: nothing asks for one of its size. Gradients of
 #: keys and values go round in float32 (torch/distributed/tensor/experimental/_attention.py).
