@@ -126,7 +126,7 @@ SYSTEMS = (
         Software(flash=False, dropout=True, kernels=162, scores=5, loss_bytes=PARALLEL_LOSS),
         States(2, 0, 2, 12),
         overlap_gradients=False,
-        first_word=("megatron-deepspeed", "vtrain"),
+        first_word=("megatron-deepspeed", "vtrain", "gpt-neox"),
     ),
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
     # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
@@ -183,8 +183,8 @@ def system(row) -> System:
         found = found._replace(states=States(2, 0, 2, 4))
     if found.name == "internevo" and row["sharding"] == "zero3":
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
-    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|torch\.compile"
-    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
+    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|unsloth|torch\.compile|maxtext|\bjax\b"
+    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, text) is not None
     if found.name in (*PYTORCH, "torchtune") and compiled and row["compile"].lower() != "no":
         found = found._replace(software=compiled_software(found, row))
     if found.name in (*PYTORCH, "torchtune") and by_operation(row):

@@ -478,6 +478,13 @@ def test_yes_no_and_what_systems_do_by_themselves():
     assert said == [True, False, False, True, True]
 
 
+def test_compiled_kernels_of_other_systems():
+    sources = ("MaxText on GPU", "a blog on JAX", "Unsloth", "a blog")
+    found = [system(row(source=source, tp="1", pp="1", vp="")).software.norm for source in sources]
+    assert found == [2, 2, 2, 24]
+    assert system(row(source="EleutherAI/gpt-neox")).name == "megatron-deepspeed"
+
+
 def test_memory_that_a_devices_name_states():
     assert [stated_bytes(row(gpu=name)) for name in ("GH200 480GB", "GH200 96GB")] == [None, 96e9]
     stated = {"H100 96GB HBM2e": 96, "RTX 4090 48GB": 48, "A100-40GB": 40, "H100": None, "V100-SXM2": None}
