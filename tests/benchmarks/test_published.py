@@ -478,6 +478,12 @@ def test_yes_no_and_what_systems_do_by_themselves():
     assert said == [True, False, False, True, True]
 
 
+def test_experts_that_are_divided_over_tensor_ranks():
+    cells = {"source": "NeMo", "tp": "4", "pp": "1", "vp": "", "ep": "8", "dp": "16"}
+    notes = ("ETP 4", "experts=8 topk=2 moe_ffn=1024 etp=4", "ETP1", "etp=None", "")
+    assert [read(row(**cells, notes=each)).candidates[0].expert for each in notes] == [32, 32, 8, 8, 8]
+
+
 def test_compiled_kernels_of_other_systems():
     sources = ("MaxText on GPU", "a blog on JAX", "Unsloth", "a blog")
     found = [system(row(source=source, tp="1", pp="1", vp="")).software.norm for source in sources]
