@@ -198,7 +198,7 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
                     sequence_parallel=mesh.tensor > 1 and splits_positions(row, shape, found),
                     precision=precision(row, cluster.device),
                     states=states._replace(optimizer=0) if "SGD" in row["notes"] else states,
-                    expert=whole(row, "ep"),
+                    expert=whole(row, "ep") * divided(row),
                     bucket_bytes=found.bucket_bytes,
                     overlap_gradients=found.overlap_gradients,
                     overlap_weights=found.overlap_weights,
@@ -214,6 +214,12 @@ def candidates_of(row, shape: Shape, found: System, mesh: Mesh, level: int, clus
     if found.offloads and len({plan.keep for plan in made}) > 1:
         made.append(made[-1]._replace(offload_activations=True))
     return tuple(made)
+
+
+def divided(row) -> int:
+    """Ranks that each expert is divided over (expert tensor parallelism)."""
+    said = re.search(r"\bETP ?(\d+)|\betp=(\d+)", row["notes"])
+    return int(said[1] or said[2]) if said else 1
 
 
 def shares(row, found: System) -> list[float]:

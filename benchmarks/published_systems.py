@@ -68,9 +68,12 @@ class System(NamedTuple):
 
 #: Eager SwiGLU: silu and product apart. Eager RMSNorm and rotation: ten kernels each, most of them in float32; the norm
 #: keeps its input in float32 and what it scales. Keys and values of fewer heads are copied to all. Of each logit the
-#: loss's backward holds log-probability and two gradients, in float32.
+#: loss's backward holds log-probability and two gradients, in float32; its kernels read and write a logit 36 bytes:
+#: cast (6), log-softmax (8), its two backwards (4 and 12), cast (6).
 #: https://github.com/pytorch/torchtune torchtune/modules/rms_norm.py, attention.py; torch's cross_entropy.
-_EAGER = Software(activation=5, activation_kept=3, norm=24, norm_kept=3, rope=18, expands=True, loss_kept=12)
+_EAGER = Software(
+    activation=5, activation_kept=3, norm=24, norm_kept=3, rope=18, expands=True, loss_kept=12, loss_bytes=36
+)
 _COMPILED = Software(expands=True, loss_kept=12)
 #: It recomputes single modules (norms, activations, up-projections): at most half of a layer's work. It keeps logits in
 #: bf16 and their softmax in float32; on Hopper Transformer Engine's attention is as fast as FlashAttention 3,
@@ -82,10 +85,14 @@ _COMPILED = Software(expands=True, loss_kept=12)
 HOPPER = {"attention_share": 0.452, "matmul_share": 0.803, "matmul_half": 400}
 #: Megatron-LM alone: for GPT-3 175B its README has 47 % of the peak where NeMo has 53.5 %.
 HOPPER_PLAIN = HOPPER | {"matmul_share": 0.74}
+#: Bytes of a logit that cross-entropy over parts of the vocabulary reads and writes: cast (6), maximum (4), minus it,
+#: exponential, sum, quotient (28), gradient and cast back (14). megatron/core/tensor_parallel/cross_entropy.py, and
+#: nanotron's parallel/tensor_parallel/functional.py, which is taken from it.
+PARALLEL_LOSS = 52
 _MEGATRON = System(
-    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6), States(2, 0, 4, 12),
-    bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20), hopper=HOPPER_PLAIN,
-    first_word=("megatron",),
+    "megatron", Software(kernels=30, grouped=1.0, expert_kernels=80, loss_kept=6, loss_bytes=PARALLEL_LOSS),
+    States(2, 0, 4, 12), bucket_bytes=160e6, recompute_steps=2, workspace_bytes=(60 * 2**20, 112 * 2**20),
+    hopper=HOPPER_PLAIN, first_word=("megatron",),
 )  # fmt: skip
 #: The block of the bf16 logits (2) lies idle beside those in float32: nothing asks for one of its size. Gradients of
 #: keys and values go round in float32 (torch/distributed/tensor/experimental/_attention.py).
@@ -101,7 +108,7 @@ SYSTEMS = (
         # kernels: floor of 4.4 ms per block at tensor 2 to 8 and micro-batch 1; piped_kernels: floor of 8.5, 13, 20 ms
         # at tensor 2, 4, 8 in a pipeline; reserved: median over the memory column.
         "nanotron",
-        Software(activation=5, activation_kept=3, residual=4, loss_kept=14, kernels=310),
+        Software(activation=5, activation_kept=3, residual=3, loss_kept=14, loss_bytes=PARALLEL_LOSS, kernels=310),
         States(2, 0, 4, 12),
         overlap_gradients=False,
         overlap_weights=False,
@@ -116,10 +123,10 @@ SYSTEMS = (
     System(
         # Eager attention with dropout; kernels: floor of 3.4 ms per block, forward, recompute and backward.
         "megatron-deepspeed",
-        Software(flash=False, dropout=True, kernels=162, scores=5),
+        Software(flash=False, dropout=True, kernels=162, scores=5, loss_bytes=PARALLEL_LOSS),
         States(2, 0, 2, 12),
         overlap_gradients=False,
-        first_word=("megatron-deepspeed", "vtrain"),
+        first_word=("megatron-deepspeed", "vtrain", "gpt-neox"),
     ),
     # NeMo and Megatron-Bridge on top of it overlap tensor collectives with Transformer Engine's products, keep and
     # reduce gradients in bf16, and offload what layers keep (grad_reduce_in_fp32, cpu_offloading_num_layers).
@@ -176,8 +183,8 @@ def system(row) -> System:
         found = found._replace(states=States(2, 0, 2, 4))
     if found.name == "internevo" and row["sharding"] == "zero3":
         found = found._replace(states=found.states._replace(step=INTERNEVO_STEP_FSDP), stranded=0.0)
-    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|torch\.compile"
-    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, row["notes"].lower()) is not None
+    fused = r"fused (layer.?norm|rms.?norm|norm|dropout|swiglu|kernels)|liger|unsloth|torch\.compile|maxtext|\bjax\b"
+    compiled = row["compile"].lower() in ("yes", "true", "1") or re.search(fused, text) is not None
     if found.name in (*PYTORCH, "torchtune") and compiled and row["compile"].lower() != "no":
         found = found._replace(software=compiled_software(found, row))
     if found.name in (*PYTORCH, "torchtune") and by_operation(row):
@@ -218,8 +225,12 @@ def compiled_software(found: System, row) -> Software:
         return _COMPILED._replace(loss_kept=10)
     dated = re.search(r"20(2\d)-?(0\d|1[0-2])", row["source"])
     loss = dated is None or (2000 + int(dated[1]), int(dated[2])) >= COMPILES_LOSS
-    kept = 4 if loss and found.name == "torchtitan" else found.software.loss_kept
-    return _COMPILED._replace(loss_kept=kept, ring_gradient=found.software.ring_gradient)
+    if found.name == "torchtitan":
+        found = found._replace(software=found.software._replace(**({"loss_kept": 4, "loss_bytes": 16} if loss else {})))
+    else:
+        found = found._replace(software=found.software._replace(loss_bytes=_COMPILED.loss_bytes))
+    kept = {name: getattr(found.software, name) for name in ("loss_kept", "loss_bytes", "ring_gradient")}
+    return _COMPILED._replace(**kept)
 
 
 #: What tables call the parts of a layer that are computed again.

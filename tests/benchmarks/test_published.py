@@ -294,6 +294,17 @@ def test_the_loss_of_torch_is_compiled_with_the_model_since_2025():
     assert kept("FSDP", compile="yes") == 14 and kept("torchtitan", tp="8", dp="4") == 18  # parts of the classes
 
 
+def test_the_loss_moves_what_its_kernels_read_and_write():
+    """Passes over logits in megatron/core/tensor_parallel/cross_entropy.py, nanotron's functional.py, torch's own."""
+
+    def moved(source, **more):
+        return read(row(source=source, vp="", pp="1", n_gpus="32", **{"tp": "1"} | more)).system.software.loss_bytes
+
+    assert [moved(source) for source in ("Megatron-LM", "NeMo", "Megatron-DeepSpeed", "nanotron")] == [52] * 4
+    assert [moved(source) for source in ("FSDP", "DeepSpeed", "InternEvo", "torchtitan")] == [36] * 4
+    assert [moved(source, compile="yes") for source in ("FSDP", "torchtitan", "torchtitan 202412")] == [16, 16, 36]
+
+
 def test_torch_sums_gradients_in_float32_and_keeps_what_its_layers_gathered():
     case = read(row(source="torchtitan", vp="", pp="1", n_gpus="32", dp="4"))
     assert case.candidates[0].states.sent == 4 and read(row(source="FSDP")).candidates[0].states.sent == 2
@@ -465,6 +476,19 @@ def test_yes_no_and_what_systems_do_by_themselves():
         for source, cell in (("NeMo", ""), ("NeMo", "no"), ("Megatron-LM", ""), ("torchtitan", ""), ("x", "Yes"))
     ]
     assert said == [True, False, False, True, True]
+
+
+def test_experts_that_are_divided_over_tensor_ranks():
+    cells = {"source": "NeMo", "tp": "4", "pp": "1", "vp": "", "ep": "8", "dp": "16"}
+    notes = ("ETP 4", "experts=8 topk=2 moe_ffn=1024 etp=4", "ETP1", "etp=None", "")
+    assert [read(row(**cells, notes=each)).candidates[0].expert for each in notes] == [32, 32, 8, 8, 8]
+
+
+def test_compiled_kernels_of_other_systems():
+    sources = ("MaxText on GPU", "a blog on JAX", "Unsloth", "a blog")
+    found = [system(row(source=source, tp="1", pp="1", vp="")).software.norm for source in sources]
+    assert found == [2, 2, 2, 24]
+    assert system(row(source="EleutherAI/gpt-neox")).name == "megatron-deepspeed"
 
 
 def test_memory_that_a_devices_name_states():

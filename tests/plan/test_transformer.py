@@ -177,3 +177,15 @@ def test_context_ranks_exchange_keys_of_all_heads_where_these_are_copied_before(
     software = Software(expands=True, ring_gradient=4)
     keys = [t for t in layer(profile(LLAMA_8B, S, Split(context=2), software=software)).traffic if t.axis == "context"]
     assert [t.bytes for t in keys] == [2 * 2 * S * 32 * 128] * 2 + [2 * 4 * S * 32 * 128]
+
+
+def test_more_expert_ranks_than_experts_divide_each_over_tensor_ranks_that_share_its_rows():
+    whole, parts = (layer(profile(MIXTRAL, S, Split(2, True, expert=ranks))) for ranks in (8, 16))
+    held = [sum(w.numel for w in block.weights if w.expert) for block in (whole, parts)]
+    flops = [sum(op.flops for op in block.ops) for block in (whole, parts)]
+    assert held[0] == 2 * held[1] and flops[0] == pytest.approx(flops[1])
+    shared = [t for t in parts.traffic if t.axis == "tensor"][len([t for t in whole.traffic if t.axis == "tensor"]) :]
+    rows = next(t.bytes for t in parts.traffic if t.axis == "expert")
+    assert sorted((t.collective, t.phase, t.bytes) for t in shared) == [
+        (kind, phase, 2 * rows) for kind in ("all_gather", "reduce_scatter") for phase in ("backward", "forward")
+    ]

@@ -120,7 +120,7 @@ class Software(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Degrees of the ranks that share a sample, and of experts."""
+    """Degrees of the ranks that share a sample, and of experts; beyond their number tensor ranks divide each."""
 
     tensor: int = 1
     sequence_parallel: bool = False

@@ -284,7 +284,14 @@ class Share:
         nbytes = self.outside * self._experts.active * (self._experts.width or self.h) * self.width
         active = self._experts.active
         sent = [Traffic("expert", "all_to_all", phase, nbytes, active) for phase in ("forward", "backward")]
-        return [*sent, *sent, *(sent[1:] * 2 if "moe" in self.software.again else ())]
+        parts = self.split.expert / self._experts.count  # more than 1: of each expert, whose ranks share their rows
+        shared = [
+            Traffic("tensor", kind, phase, nbytes * parts)
+            for kind in ("all_gather", "reduce_scatter")
+            for phase in ("forward", "backward")
+            if parts > 1
+        ]
+        return [*sent, *sent, *(sent[1:] * 2 if "moe" in self.software.again else ()), *shared]
 
     def keys(self) -> list[Traffic]:
         """Keys and values of all positions, and their gradients."""
