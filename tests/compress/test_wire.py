@@ -112,7 +112,7 @@ def test_powersgd_goes_on_from_gradients_of_any_size(tmp_path):
         exact, made = left @ right.T, make(Spec.parse("powersgd:2"))
         made.begin("w", torch.nn.Parameter(exact.clone()))
         errors = []
-        for scale in (1e-170, 1e-170, 0.0, 1e-170, 1.0):
+        for scale in (0.0, 1e-170, 1e-170, 1.0):
             flat = (scale * exact).view(-1)
             for work in made.reduce([Part("w", flat.view(64, 48))], flat, None):
                 assert work is not None
@@ -122,7 +122,7 @@ def test_powersgd_goes_on_from_gradients_of_any_size(tmp_path):
         return errors
 
     torch.manual_seed(0)
-    assert max(run_ranks(body, 2)[0]) < 1e-12
+    assert all(error < 1e-12 for error in run_ranks(body, 2)[0])
 
 
 def test_bf16_goes_with_a_pipeline(tmp_path):
