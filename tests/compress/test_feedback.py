@@ -36,10 +36,12 @@ def test_small_gradients_arrive_and_accumulation_changes_nothing(tmp_path, ranks
     """
     rows = Rows([(torch.tensor([1.0, 0.6]), torch.tensor(0))] * 4 * ranks)
 
+    notes = []
+
     def trained(micro_batch):
         made = job(model=Pair, data=rows, loss=lambda out, y: Loss(out, len(y)), optimizer=sgd(1.0))
         run = start(
-            made, tmp_path / f"micro-{micro_batch}", steps=20, epochs=10, global_batch=2 * ranks,
+            made, tmp_path / f"micro-{micro_batch}", notes.append, steps=20, epochs=10, global_batch=2 * ranks,
             micro_batch=micro_batch, compress="topk:0.5",
         )  # fmt: skip
         list(stepped(run))
@@ -48,11 +50,13 @@ def test_small_gradients_arrive_and_accumulation_changes_nothing(tmp_path, ranks
 
     def body(rank):
         tiny()
-        return trained(2), trained(1)
+        return trained(2), trained(1), notes
 
-    for whole, halves in run_ranks(body, ranks):
+    for whole, halves, told in run_ranks(body, ranks):
         assert (whole - torch.tensor([20.0, 12.0])).abs().max() <= 1.0
         assert torch.equal(whole, halves)
+        said = "compress topk:0.5: one worker sends nothing, and its gradients are coded all the same"
+        assert (said in told) is (ranks == 1)
 
 
 @pytest.mark.parametrize("name", KEEPING)

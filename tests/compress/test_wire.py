@@ -103,6 +103,28 @@ def test_what_is_decoded_is_the_sum(tmp_path):
     assert found[0]["bf16"][0] > 1e-4 and found[0]["int8"][0] > 1e-4
 
 
+def test_powersgd_goes_on_from_gradients_of_any_size(tmp_path):
+    """Its factor of a step is where the next begins: of very small gradients it would vanish in a product with others,
+    of none at all it would stay nothing."""
+
+    def body(rank):
+        left, right = torch.randn(64, 2, dtype=torch.float64), torch.randn(48, 2, dtype=torch.float64)
+        exact, made = left @ right.T, make(Spec.parse("powersgd:2"))
+        made.begin("w", torch.nn.Parameter(exact.clone()))
+        errors = []
+        for scale in (0.0, 1e-170, 1e-170, 1.0):
+            flat = (scale * exact).view(-1)
+            for work in made.reduce([Part("w", flat.view(64, 48))], flat, None):
+                assert work is not None
+                work.wait()
+            made.memory.take_over(["w"])
+            errors.append(float((flat.view(64, 48) - 2 * scale * exact).abs().max() / (scale or 1)))
+        return errors
+
+    torch.manual_seed(0)
+    assert all(error < 1e-12 for error in run_ranks(body, 2)[0])
+
+
 def test_bf16_goes_with_a_pipeline(tmp_path):
     """Gradients of stages that have copies are sent when the schedule has ended."""
 

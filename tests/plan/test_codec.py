@@ -4,6 +4,7 @@ import pytest
 
 from shoal.cluster.presets import find
 from shoal.core.errors import ConfigError
+from shoal.plan import explain
 from shoal.plan.candidate import Candidate
 from shoal.plan.codec import Codec, Matrix, matrix, traffic
 from shoal.plan.memory import peak
@@ -24,6 +25,7 @@ def plan(compress, **changes):
 
 @pytest.mark.parametrize("text", ["bf16", "int8", "topk:0.01", "powersgd:4"])
 def test_a_codec_comes_back_as_it_was_written(text):
+    assert explain.layout(PLAIN._replace(codec=Codec.parse(text))) == f"replicate=16, 1 x 1, gradients as {text}"
     assert str(Codec.parse(text)) == text
     assert Plan.from_toml(plan(text).to_toml()).compress == text
 

@@ -132,6 +132,10 @@ def build(
     told = {"batch": batch, "plan": layout.plan.model_dump(mode="json"), "origins": origins}
     if coded := compression.account(run):
         told["compress"] = coded
+        if not coded["plain_bytes"]:
+            notes.append(
+                f"compress {coded['codec']}: one worker sends nothing, and its gradients are coded all the same"
+            )
     _start_record(run, place, notes, told)
     if settings.compile:
         model.compile()

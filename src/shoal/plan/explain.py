@@ -104,6 +104,8 @@ def layout(candidate: Candidate) -> str:
         words.append("sequence parallel")
     if candidate.cpu_offload:
         words.append("offload")
+    if candidate.codec is not None:
+        words.append(f"gradients as {candidate.codec}")
     return ", ".join(words)
 
 
