@@ -71,7 +71,9 @@ def test_what_cannot_be_faster_than_the_known_plan_of_its_mesh_is_not_priced() -
     """Where all meshes are asked for, as automatic planning does, nearly every plan was priced: 234 of 279."""
     for kernels in ("cuda-flash", "cpu"):
         on = cluster(4, node=2)
-        on = on.model_copy(update={"device": on.device.model_copy(update={"kernels": kernels, "host_bytes_per_s": 1e15})})
+        on = on.model_copy(
+            update={"device": on.device.model_copy(update={"kernels": kernels, "host_bytes_per_s": 1e15})}
+        )
         found, wanted = search(on).run(1000), everything(search(on))
         assert found.priced < 0.4 * found.asked
         for each in found.best:
