@@ -210,6 +210,11 @@ def test_of_a_model_that_cannot_be_traced_no_speed_price_or_scaling_is_said(save
         ),
         ({"blueprint": "planned.py", "cluster": "h100"}, "is no blueprint"),
         ({"blueprint": "old.json", "cluster": "h100"}, "of format 0, and this version reads"),
+        (
+            {"blueprint": "batch.json", "cluster": "h100"},
+            "batch.json: global_batch = -3 .*greater than or equal to 1; give",
+        ),
+        ({"blueprint": "samples.json", "cluster": "h100"}, "samples.json is no blueprint: ValueError: samples = 0"),
         ({"blueprint": "blueprint.json", "cluster": "h100", "world": 12}, "ask for whole nodes"),
     ],
 )
@@ -217,6 +222,8 @@ def test_bad_input_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, give
     monkeypatch.chdir(saved)
     values = json.loads((saved / "blueprint.json").read_text())
     (saved / "old.json").write_text(json.dumps({**values, "format": 0}))
+    (saved / "batch.json").write_text(json.dumps({**values, "global_batch": -3}))
+    (saved / "samples.json").write_text(json.dumps({**values, "blueprint": {**values["blueprint"], "samples": 0}}))
     with pytest.raises(ConfigError, match=words):
         plan(**given)
 
