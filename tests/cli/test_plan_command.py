@@ -205,8 +205,17 @@ def test_of_a_model_that_cannot_be_traced_no_speed_price_or_scaling_is_said(save
         ({"blueprint": "nowhere.json", "cluster": "h100"}, "cannot be read as a blueprint"),
         ({"blueprint": "blueprint.json", "cluster": "h1000"}, "no preset 'h1000'; did you mean"),
         ({"blueprint": "blueprint.json", "cluster": "h100", "precision": "bf16"}, "was traced in fp32"),
+        (
+            {"blueprint": "blueprint.json", "cluster": "h100", "precision": "fp99"},
+            "none that is run; did you mean 'fp64'",
+        ),
         ({"blueprint": "planned.py", "cluster": "h100"}, "is no blueprint"),
         ({"blueprint": "old.json", "cluster": "h100"}, "of format 0, and this version reads"),
+        (
+            {"blueprint": "batch.json", "cluster": "h100"},
+            "batch.json: global_batch = -3 .*greater than or equal to 1; give",
+        ),
+        ({"blueprint": "samples.json", "cluster": "h100"}, "samples.json is no blueprint: ValueError: samples = 0"),
         ({"blueprint": "blueprint.json", "cluster": "h100", "world": 12}, "ask for whole nodes"),
     ],
 )
@@ -214,6 +223,8 @@ def test_bad_input_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch, give
     monkeypatch.chdir(saved)
     values = json.loads((saved / "blueprint.json").read_text())
     (saved / "old.json").write_text(json.dumps({**values, "format": 0}))
+    (saved / "batch.json").write_text(json.dumps({**values, "global_batch": -3}))
+    (saved / "samples.json").write_text(json.dumps({**values, "blueprint": {**values["blueprint"], "samples": 0}}))
     with pytest.raises(ConfigError, match=words):
         plan(**given)
 
@@ -377,6 +388,40 @@ def test_what_cannot_be_written_is_refused_before_anything_is_planned(
         checked(extras, None)
     good = Extras(scale="8", scale_plot="s.html", timeline="t.json", out="new/p.toml", save_blueprint="new/b.json")
     assert checked(good, None) == good and {each.name for each in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_plan_that_was_made_for_something_else_is_not_compared(planned: Planned, saved: Path) -> None:
+    """A plan in bf16 was said to take as long as in fp32, one for another model was priced on this one."""
+    planned.plan.write(saved / "one.toml")
+    for change, words in (
+        ({"precision": "bf16"}, "computes in bf16, and this was planned in fp32; plan the job with --precision bf16"),
+        ({"model": ("x 4x4",)}, "is for another model: it has 'x 4x4' where this model has 'tokens.weight 256x64'"),
+    ):
+        planned.plan.model_copy(update=change).write(saved / "two.toml")
+        with pytest.raises(ConfigError, match=words):
+            comparison(planned, str(saved / "one.toml"), str(saved / "two.toml"))
+
+
+def test_plans_of_different_batches_are_compared_by_samples(planned: Planned, saved: Path) -> None:
+    """The plan of the smaller batch was said to be faster, as its step is."""
+    plain = next(found for found in planned.best if found.candidate.mesh.pipeline == 1)
+    plan = planned.as_plan(plain.candidate)
+    plan.write(saved / "one.toml")
+    larger = {"micro_batch": 4 * plan.micro_batch, "global_batch": 4 * plan.global_batch}
+    plan.model_copy(update=larger).write(saved / "two.toml")
+    one, two = str(saved / "one.toml"), str(saved / "two.toml")
+    *_, verdict, first, second = comparison(planned, one, two)
+    assert re.fullmatch(
+        rf"{two} is faster; [\d,]+ samples/s, and {one} [\d,]+\. Their steps are of other batches\.", verdict
+    )
+    assert first.startswith("global_batch") and second.startswith("micro_batch")
+
+
+def test_numbers_of_devices_that_the_cluster_cannot_have_are_a_row_of_the_curve(planned: Planned) -> None:
+    """They ended the command after all else had been worked out."""
+    points = scaled(planned.sketch, find_cluster("h100", None), [4, 12], None)
+    assert points[0].found is not None and points[1].found is None
+    assert "asked for 12 devices, and a node has 8; ask for whole nodes: 8 or 16" in points[1].why
 
 
 def test_a_plan_compared_with_itself_is_said_to_be_the_same(planned: Planned, saved: Path) -> None:

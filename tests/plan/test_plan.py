@@ -56,6 +56,8 @@ def test_every_field_differs_in_the_full_plan_so_that_none_is_lost_on_the_way():
     [
         ("schedul = 'gpipe'", "p.toml: no field 'schedul' in Plan; did you mean 'schedule'"),
         ("schedule = 'pipedream'", "p.toml: schedule = 'pipedream'.*gpipe.*1f1b"),
+        ("clip = inf", "p.toml: clip = inf .*should be a finite number"),
+        ("bucket_mb = inf", "p.toml: bucket_mb = inf .*should be a finite number"),
         (
             "global_batch = 8",
             "p.toml: micro_batch .expected int. is missing; give it a value\n.*accumulation .*missing",

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from shoal.blueprint.facts import Blueprint, Kept, Operation, Parameter, Ref, Storage, Timeline, Touch, Value
 from shoal.core.errors import ConfigError
+from shoal.core.fields import faults_of
 from shoal.core.settings import Settings
 from shoal.core.toml import read_text, write_text
 
@@ -55,6 +56,9 @@ class Sketch(Settings):
                     "shoal plan --save-blueprint"
                 )
             return cls(**{**values, "blueprint": _blueprint(values["blueprint"])})
+        except ValidationError as error:
+            told = "; ".join(faults_of(error, cls, str(path)))
+            raise ConfigError(f"{told}; give a file that shoal plan --save-blueprint wrote") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path} is no blueprint: {type(error).__name__}: {str(error).splitlines()[0]}; give a file that shoal "
@@ -71,6 +75,8 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _blueprint(values: dict[str, Any]) -> Blueprint:
     made = {name: _in(value) for name, value in values.items() if name != "modules"}
+    if not (isinstance(made["samples"], int) and made["samples"] > 0):
+        raise ValueError(f"samples = {made['samples']!r} of the traced micro-batch")
     made["values"] = tuple(Value(*each) for each in made["values"])
     made["parameters"] = tuple(Parameter(*each) for each in made["parameters"])
     for name in ("operations", "loss"):

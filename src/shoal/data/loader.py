@@ -33,6 +33,11 @@ class Windows:
         return self._reader.windows_per_epoch
 
     @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples of one epoch; None where the data set does not tell its length."""
+        return self._reader.samples_per_epoch
+
+    @property
     def identity(self) -> str:
         """What of the data must be the same on all ranks, for a person."""
         return self._reader.identity
@@ -82,7 +87,7 @@ class _MapReader:
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset = dataset
         self._settings = settings
-        self._size = _sized(dataset)
+        self._size = self.samples_per_epoch = _sized(dataset)
         self.identity = f"{self._size} samples"
         self._order = Order(self._size, settings.seed)
         self.windows_per_epoch: int = _windows_per_epoch(self._size, settings, notes)

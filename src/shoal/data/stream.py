@@ -98,7 +98,7 @@ def _own_rows(block: list[Any], start: int, settings: DataSettings) -> tuple[Mic
 class WholeReader:
     """Every rank reads all and keeps its rows: exact for any number of ranks, resumed by reading again."""
 
-    windows_per_epoch = None
+    windows_per_epoch = samples_per_epoch = None
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings
@@ -175,7 +175,7 @@ class SplitReader:
     A rank whose shard has ended gives padding until all have (``Windows.end_epoch``).
     """
 
-    windows_per_epoch = None
+    windows_per_epoch = samples_per_epoch = None
 
     def __init__(self, dataset: Any, settings: DataSettings, notes: list[str]) -> None:
         self._dataset, self._settings = dataset, settings

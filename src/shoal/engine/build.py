@@ -37,7 +37,7 @@ from shoal.engine.resolve import gave_way, resolve
 from shoal.engine.run import Hooks, Run
 from shoal.engine.saver import Saver
 from shoal.engine.settings import RunSettings
-from shoal.engine.start import Start, Unknown, begin
+from shoal.engine.start import Start, Unknown, begin, check_module, check_trains
 from shoal.engine.weights import load_weights
 from shoal.job import Job
 from shoal.monitor.events import cut_back
@@ -84,8 +84,7 @@ def build(
     model = start.model
     layout = layout.of_model(model)
     scaled = scale_rates(optimizer.optimizer, settings.lr_factor)
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
+    check_trains(model)
     data_settings = _data_settings(job, settings, layout, precision, place)
     with precision.user_code():
         seed_all(settings.seed)
@@ -224,11 +223,8 @@ def _model(
             seed_all(settings.seed)
             start = Start(job.model())
     model = start.model
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
+    check_module(model)
     refuse_parallel(model)
-    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise ModelError(f"parameter {lazy[0]!r} has no shape yet; give lazy modules a batch in model()")
     notes = precision.widen(model)
     if start.whole is not None:
         notes.append(f"every rank builds the whole model before it is divided: {start.whole}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shoal.core.settings import Settings
 from shoal.plan.plan import Precision, Recompute
@@ -13,6 +13,8 @@ from shoal.plan.schedule import ScheduleName
 
 class RunSettings(Settings):
     """How a job is run. Each field is a flag of ``shoal train``; its description is the flag's help."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     steps: int | None = Field(
         None, ge=1, description="optimizer steps to take in all (default: by --epochs; with both, what ends first)"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.structures import mapped, tensors
-from shoal.core.errors import ModelError
+from shoal.core.errors import ConfigError, ModelError
 from shoal.data.randomness import undisturbed
 from shoal.engine.held import Held
 from shoal.engine.names import plain
@@ -141,6 +141,23 @@ class _Replayed:
         if waiting:
             with undisturbed(self.dtype), torch._C.DisableTorchFunction():
                 replay(self.recording, self.seed, ready, set(waiting))
+
+
+def check_module(model: Any) -> None:
+    """Raises ConfigError unless what ``model()`` returned is a module, ModelError where it has nothing to train or a
+    parameter without a shape."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model() returned {type(model).__name__}; return an nn.Module")
+    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
+        raise ModelError(f"parameter {lazy[0]!r} has no shape yet; give lazy modules a batch in model()")
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{type(model).__name__} has no parameters; give a model that has some to train")
+
+
+def check_trains(model: nn.Module) -> None:
+    """Raises ModelError where nothing is to be trained."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ModelError("no parameter of the model requires a gradient; unfreeze what should train")
 
 
 def begin(

@@ -13,6 +13,7 @@ from shoal.launch.answer import Planned, profiles_of, question_of
 from shoal.plan import explain
 from shoal.plan.candidate import Candidate, Cost, States
 from shoal.plan.codec import Codec
+from shoal.plan.fingerprint import Parameter, check_model, fingerprint
 from shoal.plan.memory import peak
 from shoal.plan.plan import Plan
 from shoal.plan.scale import Point
@@ -23,6 +24,14 @@ from shoal.plan.space import Core
 def priced(planned: Planned, plan: Plan, where: str) -> Found:
     """What a given plan costs on the planned cluster, whether it fits its memory or not. Raises ConfigError."""
     plan.fits(planned.cluster.world, where)
+    if plan.precision != planned.question.precision:
+        raise ConfigError(
+            f"{where} computes in {plan.precision}, and this was planned in {planned.question.precision}; plan the job "
+            f"with --precision {plan.precision}"
+        )
+    if plan.model:
+        parameters = (p for p in planned.sketch.blueprint.parameters if not p.buffer)
+        check_model(plan.model, fingerprint(Parameter(p.name, p.shape, p.dtype) for p in parameters), where)
     search, key = planned.search, (plan.mesh.tensor, plan.sequence_parallel)
     if key not in search.profiles:
         why = search.refused.get(plan.mesh.tensor, f"tensor={plan.mesh.tensor} was not looked at on this cluster")
@@ -78,16 +87,26 @@ def compared(planned: Planned, files: Sequence[str], plans: Sequence[Plan], foun
             told.append(f"It does not fit: {explain.gib(planned.search.usable_bytes)} are usable.")
     if same:
         return [*told, "", f"{first} and {second} hold the same plan."]
-    faster, slower = sorted(found, key=lambda each: each.cost.step_s)
-    name = first if found[0] is faster else second
-    return [*told, "", f"{name} is faster; {explain.lost(faster, slower)}.", *plans[0].diff(plans[1])]
+    per_sample = [each.cost.step_s / plan.global_batch for each, plan in zip(found, plans, strict=True)]
+    at = per_sample.index(min(per_sample))
+    if plans[0].global_batch == plans[1].global_batch:
+        why = f"{explain.lost(found[at], found[1 - at])}."
+    else:
+        quick, slow = (explain.speed_text(1 / per_sample[place], planned.work) for place in (at, 1 - at))
+        why = f"{quick} samples/s, and {files[1 - at]} {slow}. Their steps are of other batches."
+    return [*told, "", f"{files[at]} is faster; {why}", *plans[0].diff(plans[1])]
 
 
 def scaled(sketch: Sketch, cluster: Cluster, worlds: Sequence[int], global_batch: int | None) -> list[Point]:
-    """The best plan for every world, with the same global batch. Raises ConfigError."""
+    """The best plan for every world, with the same global batch; why there is none where nothing fits, or the cluster
+    cannot have so many devices."""
     points = []
     for world in worlds:
-        sized = cluster.resized(world)
+        try:
+            sized = cluster.resized(world)
+        except ConfigError as error:
+            points.append(Point(world, None, str(error)))
+            continue
         question = question_of(sketch, sized, global_batch)
         best = Search(profiles_of(sketch, sized), sized, question).run(1).best
         why = f"nothing fits {world:,} devices and divides a global batch of {question.global_batch:,}"

@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from shoal.blueprint.stored import Sketch
 from shoal.cluster import picture, presets
 from shoal.cluster.facts import Cluster
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, nearest
 from shoal.core.toml import check_writable, write_text
 from shoal.launch.answer import Planned, answer
 from shoal.launch.comparing import compared, cost_lines, cost_values, priced, scaled, trial_lines, tried
 from shoal.plan import scale, timeline
 from shoal.plan.explain import layout
 from shoal.plan.mesh import Mesh
-from shoal.plan.plan import Plan
+from shoal.plan.plan import Plan, Precision
 
 
 class Extras(NamedTuple):
@@ -62,6 +62,8 @@ def plan(
     for name, value in (("global_batch", global_batch), ("top", top), ("world", world)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} = {value}; give 1 or more")
+    if precision is not None and precision not in get_args(Precision):
+        raise ConfigError(f"--precision {precision} is none that is run; {nearest(precision, get_args(Precision))}")
     sketch = Sketch.read(blueprint) if blueprint else import_module("shoal.launch.sketch").sketch_of(
         job, fields or {}, precision
     )  # fmt: skip

@@ -28,6 +28,7 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import seed_all
 from shoal.engine.record import job_name
 from shoal.engine.settings import RunSettings
+from shoal.engine.start import check_module, check_trains
 from shoal.job import Job
 from shoal.launch.jobfile import load_class, make_job, make_settings
 from shoal.parallel.pipeline.units import unit_paths
@@ -126,12 +127,14 @@ def _sketch(job: Job, settings: RunSettings, whole: bool) -> Sketch:
     with precision.user_code():
         seed_all(settings.seed)
         model = _model(job, notes, whole)
+        check_module(model)
         precision.widen(model)
         model.train()
         state_bytes = _optimizer_bytes(job, model, notes)
+        check_trains(model)
         seed_all(settings.seed)
         source = Windows(job.data(), _data_settings(job, settings, precision))
-    micro, samples = _micro_batch(source), source.windows_per_epoch
+    micro, samples = _micro_batch(source), source.samples_per_epoch
     source.close()
     inputs, targets = job.inputs(precision.place(micro.batch, torch.device("cpu")))
     args, kwargs = split_inputs(inputs)
@@ -144,7 +147,7 @@ def _sketch(job: Job, settings: RunSettings, whole: bool) -> Sketch:
     return Sketch(
         name=job_name(job), blueprint=blueprint, units=tuple(unit_paths(model)), precision=settings.precision,
         global_batch=settings.global_batch, clip=settings.clip,
-        dataset_samples=None if samples is None else samples * SAMPLES, optimizer_bytes=state_bytes, notes=tuple(notes),
+        dataset_samples=samples, optimizer_bytes=state_bytes, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def _model(job: Job, notes: list[str], whole: bool) -> nn.Module:
 
 def _data_settings(job: Job, settings: RunSettings, precision: Precision) -> DataSettings:
     return DataSettings(
-        global_batch=SAMPLES, micro_batch=SAMPLES, rank=0, ranks=1, seed=settings.seed, short_windows="drop",
+        global_batch=SAMPLES, micro_batch=SAMPLES, rank=0, ranks=1, seed=settings.seed, short_windows="use",
         loader_workers=0, pin_memory=False, default_dtype=precision.default_dtype,
         collate=job.collate if type(job).collate is not Job.collate else None,
     )  # fmt: skip

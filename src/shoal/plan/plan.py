@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shoal.core import toml
 from shoal.core.errors import ConfigError
@@ -24,6 +24,8 @@ Role = Literal["column", "row", "vocabulary", "packed-column", "head-wise", "rep
 
 class Plan(Settings):
     """How to run a job: everything that is decided before the first step. ``fits`` says what does not fit together."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     mesh: Mesh = Field(default=Mesh(), description="ranks along each axis")
     schedule: ScheduleName | None = Field(default=None, description="order of forwards and backwards in the pipeline")

@@ -116,7 +116,7 @@ def _ranks(plan: Plan, rank: int | None, ranks: str | None) -> list[int]:
     words = (ranks or str(rank or 0)).split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(f"--ranks {ranks!r}: it takes the word distinct (one rank of each kind), or numbers: 0,8,16")
-    chosen = [int(word) for word in words]
+    chosen = list(dict.fromkeys(int(word) for word in words))
     for each in chosen:
         coordinates(plan.mesh, each)
     return chosen
