@@ -176,6 +176,11 @@ class _Stage:
         return self.handed_out - self.through
 
     @cached_property
+    def gathered(self) -> float:
+        """Bytes that go on of what lies in parts on the tensor ranks, gathered for it."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].gathered_bytes * self.samples
+
+    @cached_property
     def returns(self) -> float:
         """Bytes of gradients that are sent to the stage before."""
         back = 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
@@ -184,13 +189,13 @@ class _Stage:
     @cached_property
     def sends(self) -> float:
         """Bytes that are sent to the stage after, of what its backward needs too."""
-        return self.returning * (not self.next_here)
+        return (self.returning - self.gathered) * (not self.next_here)
 
     @cached_property
     def plain(self) -> float:
-        """Bytes that are sent there of what has no gradient, though it depends on (frozen) weights: nothing else keeps
-        them."""
-        return (self.leaving - self.returning) * (not self.next_here)
+        """Bytes that are sent there and that nothing else keeps: of what has no gradient, though it depends on (frozen)
+        weights, and gathered copies of parts."""
+        return (self.leaving - self.returning + self.gathered) * (not self.next_here)
 
     @cached_property
     def returning(self) -> float:
@@ -272,7 +277,7 @@ class _Rank:
                 yield total + others + own, others + own, live
             if action.kind == "F":
                 gathered |= {stage.numbers}
-                begun[key] = stage.kept - stage.returning * stage.next_here
+                begun[key] = stage.kept - (stage.returning - stage.gathered) * stage.next_here
                 sent += stage.through * (not stage.next_here) + stage.plain
             elif action.kind == "I" and not stage.first:
                 begun[key] = stage.kept + stage.between - stage.after_weights
