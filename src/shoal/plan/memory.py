@@ -18,7 +18,7 @@ from shoal.plan.candidate import Candidate, Memory
 from shoal.plan.profile import Block, Holding, Moment, Profile
 from shoal.plan.ranks import rank_of, rank_stages
 from shoal.plan.schedule import Action, Overlap, action_lists
-from shoal.plan.sharded import Held, Sharded
+from shoal.plan.sharded import Held, Ready, Sharded
 
 RANDOM_STATE_BYTES = 5056  # what checkpointing keeps of the CPU's generator, per recomputed block (torch.get_rng_state)
 
@@ -176,6 +176,11 @@ class _Stage:
         return self.handed_out - self.through
 
     @cached_property
+    def gathered(self) -> float:
+        """Bytes that go on of what lies in parts on the tensor ranks, gathered for it."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].gathered_bytes * self.samples
+
+    @cached_property
     def returns(self) -> float:
         """Bytes of gradients that are sent to the stage before."""
         back = 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
@@ -184,13 +189,13 @@ class _Stage:
     @cached_property
     def sends(self) -> float:
         """Bytes that are sent to the stage after, of what its backward needs too."""
-        return self.returning * (not self.next_here)
+        return (self.returning - self.gathered) * (not self.next_here)
 
     @cached_property
     def plain(self) -> float:
-        """Bytes that are sent there of what has no gradient, though it depends on (frozen) weights: nothing else keeps
-        them."""
-        return (self.leaving - self.returning) * (not self.next_here)
+        """Bytes that are sent there and that nothing else keeps: of what has no gradient, though it depends on (frozen)
+        weights, and gathered copies of parts."""
+        return (self.leaving - self.returning + self.gathered) * (not self.next_here)
 
     @cached_property
     def returning(self) -> float:
@@ -229,8 +234,8 @@ class _Rank:
         for number, stage in self.stages.items():
             stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
-        self._fullest: dict[tuple[int, bool, bool, bool, bool], tuple[float, _Live]] = {}
-        self._halves: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
+        self._fullest: dict[tuple, tuple[float, _Live]] = {}
+        self._halves: dict[tuple[bool, Ready], tuple[float, _Live]] = {}
 
     def actions(self) -> list[Action]:
         """The step's, in order."""
@@ -257,26 +262,28 @@ class _Rank:
         begun: dict[tuple[int, int], float] = {}
         apart: dict[int, float] = {}
         waiting = sent = 0.0  # waiting: the sum of begun, kept as it changes: it may have thousands
-        done: set[int] = set()  # stages that were through with a backward
+        gathered, through = frozenset[range](), frozenset[range]()
         for action in self.actions():
             stage, key = self.stages[action.stage], (action.stage, action.micro)
+            ready = Ready(stage.numbers, gathered, through)
             own = begun.get(key, 0.0)
             others = waiting - own + sent + sum(apart.values())
             others += stage.sends * (action.kind != "F")
             if action.kind in "FB" or (action.kind == "W" and stage.first):
-                total, live = self.fullest(stage, action, action.stage in done)
+                total, live = self.fullest(stage, action, ready)
                 yield total + others, others, live
             elif not stage.first:
-                total, live = self.half(stage, action.kind == "I", action.micro)
+                total, live = self.half(stage, action.kind == "I", ready)
                 yield total + others + own, others + own, live
             if action.kind == "F":
-                begun[key] = stage.kept - stage.returning * stage.next_here
+                gathered |= {stage.numbers}
+                begun[key] = stage.kept - (stage.returning - stage.gathered) * stage.next_here
                 sent += stage.through * (not stage.next_here) + stage.plain
             elif action.kind == "I" and not stage.first:
                 begun[key] = stage.kept + stage.between - stage.after_weights
             elif action.kind in "BW":
                 begun.pop(key, None)
-                done.add(action.stage)
+                through |= {stage.numbers}
                 sent += stage.sends + stage.handed * (not stage.next_here)
             waiting += begun.get(key, 0.0) - own
             alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
@@ -287,36 +294,43 @@ class _Rank:
             if action.kind == "B" or (action.kind == "I" and not stage.first):
                 sent += stage.returns
 
-    def half(self, stage: _Stage, first: bool, micro: int) -> tuple[float, _Live]:
+    def half(self, stage: _Stage, first: bool, ready: Ready) -> tuple[float, _Live]:
         """Half a stage's backward and its bytes in all, worked out once as well."""
-        key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
+        key = first, ready
         if key not in self._halves:
-            held = self.model.moment(stage.numbers.start, False, micro)
+            begun = ready if first else ready._replace(through=ready.through | {ready.own})
+            held = self.model.in_stage(stage.numbers.start, not first, begun)
             live = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
             self._halves[key] = live.total, live
         return self._halves[key]
 
-    def fullest(self, stage: _Stage, action: Action, begun: bool) -> tuple[float, _Live]:
+    def held(self, number: int, forward: bool, micro: int, ready: Ready) -> Held:
+        """What is held of weights and gradients at a block's pass."""
+        if self.candidate.mesh.pipeline == 1:
+            return self.model.moment(number, forward, micro)
+        return self.model.in_stage(number, forward, ready)
+
+    def fullest(self, stage: _Stage, action: Action, ready: Ready) -> tuple[float, _Live]:
         """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
         worked out once."""
         forward, micro = action.kind == "F", action.micro
-        begun = begun or self.candidate.mesh.pipeline == 1
-        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
+        place = (micro == 0, micro == self.candidate.accumulation - 1) if self.candidate.mesh.pipeline == 1 else ready
+        key = (stage.numbers.start, forward, place)
         if key not in self._fullest:
-            held = self.model.moment(stage.numbers.start, forward, micro, begun)
+            held = self.held(stage.numbers.start, forward, micro, ready)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            live = max(self.within(stage, forward, micro, begun), key=lambda live: live.total, default=nothing)
+            live = max(self.within(stage, forward, micro, ready), key=lambda live: live.total, default=nothing)
             self._fullest[key] = live.total, live
         return self._fullest[key]
 
-    def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
+    def within(self, stage: _Stage, forward: bool, micro: int, ready: Ready) -> Iterator[_Live]:
         """The fullest moments of a stage's pass, one of each block, and those at which gradients are sent."""
         last = len(self.profile.blocks) - 1
         before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
-            held = self.model.moment(number, forward, micro, begun)
+            held = self.held(number, forward, micro, ready)
             moments = stage.moments(number, forward)
             if held.whole_gradients:
                 most = max(moments, key=lambda each: each[0] + each[1], default=None)

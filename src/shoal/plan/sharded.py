@@ -43,6 +43,15 @@ def alone(block: Block) -> bool:
     return unit and any(weight.rows for weight in weights) and not any(weight.tie for weight in weights)
 
 
+class Ready(NamedTuple):
+    """How far a rank's stages are in a pipeline's step, each as the range of its blocks: that at work, those whose
+    units were gathered, those that were through with a backward."""
+
+    own: range
+    gathered: frozenset[range]
+    through: frozenset[range]
+
+
 class _Sums:
     """Sums over consecutive units, in the order of their blocks."""
 
@@ -62,6 +71,10 @@ class _Sums:
     def after(self, number: int) -> float:
         """Of units after a block."""
         return self.sums[-1] - self.upto(number)
+
+    def within(self, span: range) -> float:
+        """Of units among consecutive blocks."""
+        return self.upto(span.stop - 1) - self.upto(span.start - 1)
 
 
 class Sharded:
@@ -118,18 +131,34 @@ class Sharded:
             if weight.rows and not (self.staged and unit == ROOT)
         ]
 
-    def moment(self, number: int, forward: bool, micro: int, begun: bool = True) -> Held:
-        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step.
-
-        ``begun``: whether its stage was through with a backward before, if it could (not in a pipeline's warm-up).
-        """
+    def moment(self, number: int, forward: bool, micro: int) -> Held:
+        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step."""
         if self.shards == 1:
             last = not forward and micro == self.candidate.accumulation - 1
             return Held(0.0, self.gradients, self.unsent + (self.left_after(number) if last else 0.0))
-        if forward:
-            held = self._forward(number, micro)
-            return held if begun else held._replace(gradients=0.0)
-        return self._backward(number, micro)
+        return self._forward(number, micro) if forward else self._backward(number, micro)
+
+    def in_stage(self, number: int, forward: bool, ready: Ready) -> Held:
+        """At a block's forward or backward in a pipeline: units stay whole once they were gathered, and whole gradients
+        are summed until the step's end; what lies in no unit has buckets, as where weights are replicated."""
+        if self.shards == 1:
+            return Held(0.0, self.gradients, 0.0)
+        gathered, made = (
+            sum(map(sums.within, spans)) for sums, spans in ((self.wholes, ready.gathered), (self.mades, ready.through))
+        )
+        buffer, first = 0.0, ready.own not in ready.through
+        if ready.own not in ready.gathered:
+            gathered += self.wholes.within(range(ready.own.start, number + 1))
+            buffer = self.whole.get(number, 0.0)
+        if first and not forward:
+            made += self.mades.within(range(number + 1, ready.own.stop))
+        new = first and not forward and self.unit[number] != ROOT
+        return Held(gathered, self.buckets + made, buffer, new)
+
+    @cached_property
+    def buckets(self) -> float:
+        """Bytes of gradients of what lies in no unit, in a pipeline."""
+        return sum(w.numel for w, unit in self.held if unit == ROOT and w.trains) * self.states.gradient
 
     @property
     def accumulates(self) -> bool:
@@ -139,7 +168,7 @@ class Sharded:
     def _forward(self, number: int, micro: int) -> Held:
         """The root, what was gathered before, this block, and the buffer that it was gathered in."""
         unit = self.unit[number]
-        stay = self.staged or self.candidate.shard_level < 3
+        stay = self.candidate.shard_level < 3
         here = self.whole[unit] * (unit != ROOT)
         if stay:
             here = self.wholes.all if micro else self.wholes.upto(number)
@@ -155,12 +184,12 @@ class Sharded:
 
     def _backward(self, number: int, micro: int) -> Held:
         """The root, this block or all, the unit that is fetched ahead; what is reduced, and what waits for it."""
-        stay = self.staged or self.candidate.shard_level < 3
+        stay = self.candidate.shard_level < 3
         own, last = self.unit[number], micro == self.candidate.accumulation - 1
-        reduces = not self.accumulates or (last and not self.staged)
+        reduces = not self.accumulates or last
         here = self.whole[own] * (own != ROOT)
         if stay:
-            here = self.wholes.upto(number) if last and not self.staged else self.wholes.all
+            here = self.wholes.upto(number) if last else self.wholes.all
         gathered = self.whole[ROOT] + here
         earlier, later = bisect_left(self.units, number), bisect_right(self.units, number)
         ahead = self.whole[self.units[earlier - 1]] if earlier and not stay else 0.0

@@ -15,8 +15,8 @@ from shoal.parallel.shapes import shapes_only
 
 
 class _Normalise(torch.autograd.Function):
-    """(input - mean) / deviation over all ranks' rows, times ``weight`` plus ``bias``: [B, C, ...] -> the same, with
-    the mean, the variance and the number of rows, [C], [C] and [1]. Collective, backward too.
+    """(input - mean) / deviation over all ranks' rows, times ``weight`` plus ``bias``, [B, C, ...] to the same shape;
+    and the mean, the variance and the number of rows, [C], [C] and [1]. Collective, backward too.
 
     Keeps its input and a few figures of each channel, as one device's kernel does. ``share``: of this rank's rows in
     the batch, 1 or 0 (padding). Gradient: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3.
