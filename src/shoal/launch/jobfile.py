@@ -11,7 +11,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, nearest
 from shoal.core.fields import flat, nest
 from shoal.core.settings import split_override
-from shoal.engine.record import job_fields, module_name
+from shoal.engine.record import RECORD, job_fields, module_name, read_json
 from shoal.engine.resolve import OF_PLAN, follow
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
@@ -101,7 +101,18 @@ def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
     if given.get("mesh") is not None:
         own.pop("plan", None)
     settings = follow(RunSettings.parse({**own, **given}, "settings"), given)
-    return settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))})
+    return _as_begun(settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))}), given)
+
+
+def _as_begun(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """A resumed run keeps what a plan's file once decided in place of the job's defaults."""
+    record = Path(settings.out) / RECORD
+    if not settings.resume or settings.plan is not None or not record.exists():
+        return settings
+    found = read_json(record)
+    sources = (found.get("origins") or {}).get("settings", {})
+    decided = [name for name in OF_PLAN if sources.get(name) == "plan" and name not in given]
+    return settings.model_copy(update={name: found["settings"][name] for name in decided})
 
 
 def origins(
