@@ -1,5 +1,6 @@
 """A plan's file goes before the job's own defaults, not before what was typed; which won is said."""
 
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -68,10 +69,23 @@ def test_which_won_is_said(plan: Any) -> None:
         "job's own: bf16), clip off (the job's own: 1.0), mesh replicate=2 (the job's own: tensor=2)"
     ]
     assert gave_way(Plan.read(plan), "p.toml", {"global_batch": 64, "steps": 3}) == []
-    found = origins(Own(), (), {"plan", "clip"}, str(plan))["settings"]
+    found = origins(Own(), (), {"plan", "clip"}, make_settings(Own, {"plan": str(plan)}))["settings"]
     assert [found[name] for name in ("plan", "clip", "global_batch", "mesh", "steps")] == [
         "given", "given", "plan", "plan", "job",
     ]  # fmt: skip
+
+
+def test_a_resumed_run_keeps_what_its_plan_decided(plan: Any, tmp_path: Any) -> None:
+    """It was refused for the job's own batch, which nobody had asked for again."""
+    begun = make_settings(Own, {"plan": str(plan)})
+    origin = origins(Own(), (), {"plan"}, begun)
+    record = {"settings": begun.model_dump(mode="json"), "origins": origin}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    again = make_settings(Own, {"out": str(tmp_path), "resume": True})
+    assert (again.global_batch, again.precision, again.clip) == (64, "fp32", None)
+    assert origins(Own(), (), {"out", "resume"}, again)["settings"]["global_batch"] == "plan", "for the next time"
+    typed = make_settings(Own, {"out": str(tmp_path), "resume": True, "precision": Text("bf16")})
+    assert (typed.global_batch, typed.precision) == (64, "bf16")
 
 
 class Small(Given):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, nearest
 from shoal.core.fields import flat, nest
 from shoal.core.settings import split_override
-from shoal.engine.record import job_fields, module_name
+from shoal.engine.record import RECORD, job_fields, module_name, read_json
 from shoal.engine.resolve import OF_PLAN, follow
 from shoal.engine.settings import RunSettings
 from shoal.job import Job
@@ -101,21 +101,39 @@ def make_settings(cls: type[Job], given: Mapping[str, Any]) -> RunSettings:
     if given.get("mesh") is not None:
         own.pop("plan", None)
     settings = follow(RunSettings.parse({**own, **given}, "settings"), given)
-    return settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))})
+    return _as_begun(settings.model_copy(update={"out": settings.out.replace("{job}", module_name(cls))}), given)
+
+
+def _as_begun(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """A resumed run keeps what a plan's file once decided in place of the job's defaults."""
+    decided = _decided_before(settings)
+    return settings.model_copy(update={name: value for name, value in decided.items() if name not in given})
+
+
+def _decided_before(settings: RunSettings) -> dict[str, Any]:
+    """Of a run that is resumed without a plan's file: the settings that such a file decided, as they were then."""
+    record = Path(settings.out) / RECORD
+    if not settings.resume or settings.plan is not None or not record.exists():
+        return {}
+    found = read_json(record)
+    sources = (found.get("origins") or {}).get("settings", {})
+    return {name: found["settings"][name] for name in OF_PLAN if sources.get(name) == "plan"}
 
 
 def origins(
-    job: Job, overrides: Iterable[str], given: Iterable[str], plan: str | None = None
+    job: Job, overrides: Iterable[str], given: Iterable[str], run: RunSettings | None = None
 ) -> dict[str, dict[str, str]]:
-    """Where each field of the job and each setting of the run has its value from: given, plan (a ``plan``'s file was
-    asked for), job or default."""
+    """Where each field of the job and each setting of the run has its value from: given, plan (a plan's file, which
+    the ``run`` was asked for or begun with), job or default."""
     paths = list(overrides)
     fields = {
         name: "given" if any(f"{name}.".startswith(f"{path}.") for path in paths) else "job"
         for name, _ in flat(job_fields(job))
     }
     defaults, asked = getattr(type(job), "defaults", {}), set(given)
-    decided = {"mesh", *OF_PLAN} if plan is not None else set[str]()
+    decided: Collection[str] = ()
+    if run is not None:
+        decided = {"mesh", *OF_PLAN} if run.plan is not None else _decided_before(run)
     settings = {
         name: "given" if name in asked else "plan" if name in decided else "job" if name in defaults else "default"
         for name in RunSettings.model_fields

@@ -113,7 +113,7 @@ def _checked_run(
         raise ConfigError("\n".join(dict.fromkeys("\n".join(faults).splitlines())))
     world, count = layout
     out = Path(settings.out)
-    entry = Entry(job, settings, launch.quiet, launch.called, origins(job, names, given, settings.plan))
+    entry = Entry(job, settings, launch.quiet, launch.called, origins(job, names, given, settings))
     if world is not None:
         with lock_folder(out) if world.rank == 0 else nullcontext():
             status = entry.joined(world)

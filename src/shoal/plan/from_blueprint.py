@@ -21,8 +21,7 @@ from shoal.plan.profile import Block, Holding, Op, Profile, Traffic, Weight
 
 #: Products: where their two factors stand among the tensors of a call, and whether the second lies transposed.
 PRODUCTS = {
-    "linear": (0, 1, True), "matmul": (0, 1, False), "mm": (0, 1, False), "bmm": (0, 1, False),
-    "grouped_mm": (0, 1, False), "_grouped_mm": (0, 1, False),
+    "linear": (0, 1, True), **dict.fromkeys(("matmul", "mm", "bmm", "grouped_mm", "_grouped_mm"), (0, 1, False)),
     "addmm": (1, 2, False), "baddbmm": (1, 2, False),
 }  # fmt: skip
 ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")

@@ -97,7 +97,7 @@ def rehearse(
     notes: list[str] = []
     if predict:
         said, notes = _prediction(made, asked, plan)
-    origin = origins(made, (), settings, asked.plan)
+    origin = origins(made, (), settings, asked)
     found = [
         _rehearsed(made, asked, plan, each, said[coordinates(plan.mesh, each).pipeline], origin) for each in chosen
     ]
