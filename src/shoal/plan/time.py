@@ -15,8 +15,9 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
+from shoal.plan.coded import coded
 from shoal.plan.collectives import Span, over, span
-from shoal.plan.overlap import bucketed, coded, exposed
+from shoal.plan.overlap import bucketed, exposed
 from shoal.plan.profile import Block, Numbers, Profile, numbers
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
