@@ -8,10 +8,9 @@ from shoal.cluster.facts import Attention, Cluster, Device, Fit, Function, Link,
 from shoal.core.errors import ConfigError
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, States
-from shoal.plan.collectives import Span
+from shoal.plan.collectives import Span, exposed
 from shoal.plan.host import summed
 from shoal.plan.mesh import Mesh
-from shoal.plan.overlap import exposed
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
 from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
 from shoal.plan.shapes import Shape, Split

@@ -106,11 +106,13 @@ def test_ranks_that_share_processors_are_faster_while_others_wait():
 def test_a_rank_that_waits_for_others_leaves_its_processor_and_is_no_faster():
     """Half of each pass is waiting: two ranks together need as much of the processor as there is, so that each computes
     its other half twice as fast whether the other waits or not."""
-    half = StageTime(2.0, 4.0, 2.0, 0.0, 1.0, 2.0)
+    half = StageTime(2.0, 4.0, 2.0, forward_waits=1.0, backward_waits=2.0)
     assert play("gpipe", 2, 1, 1, [half] * 2, sharing=2.0).makespan == pytest.approx(2 * (1 + 0.5 + 2 + 1))
     together = play("1f1b", 2, 1, 8, [half] * 2, sharing=2.0).makespan
     assert together == pytest.approx(0.75 * play("1f1b", 2, 1, 8, [half] * 2).makespan)
-    gone = StageTime(2.0, 4.0, 2.0, 0.0, 2.0, 4.0)  # nothing is computed: as fast as on processors of their own
+    gone = StageTime(
+        2.0, 4.0, 2.0, forward_waits=2.0, backward_waits=4.0
+    )  # nothing is computed: as fast as on processors of their own
     alone = play("1f1b", 2, 1, 8, [gone] * 2).makespan
     assert play("1f1b", 2, 1, 8, [gone] * 2, sharing=2.0).makespan == pytest.approx(alone)
 

@@ -115,6 +115,15 @@ def bucketed(where: Span, collective: str, nbytes: float, bucket: float) -> floa
     return calls * where.seconds(collective, nbytes / calls)
 
 
+def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
+    """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
+    only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
+    if not overlaps:
+        return sending
+    hidden = min(max(0.0, sending - tail), computing)
+    return sending - hidden + hidden * (slowdown - 1)
+
+
 def places(count: int, copies: int) -> float:
     """How many of ``count`` places ``copies`` rows sent at random reach: count (1 - (1 - 1 / count)^copies)."""
     return count * (1 - (1 - 1 / count) ** copies)

@@ -15,8 +15,8 @@ from shoal.cluster.facts import Cluster
 from shoal.core.errors import ConfigError, nearest
 from shoal.plan import host
 from shoal.plan.candidate import Candidate, Cost
-from shoal.plan.collectives import Span, bucketed, over, span
-from shoal.plan.overlap import coded, exposed
+from shoal.plan.coded import coded
+from shoal.plan.collectives import Span, bucketed, exposed, over, span
 from shoal.plan.profile import Block, Numbers, Profile, numbers, sendings
 from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds

@@ -1,4 +1,4 @@
-"""Seconds of gradients' and weights' collectives in buckets, and what of them computing does not hide."""
+"""Seconds of summing gradients in a codec, beside the backward that makes them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from collections.abc import Iterable
 from shoal.cluster.facts import Device
 from shoal.plan.candidate import Candidate
 from shoal.plan.codec import traffic
-from shoal.plan.collectives import Span, bucketed
+from shoal.plan.collectives import Span, bucketed, exposed
 from shoal.plan.profile import Weight
 from shoal.plan.rates import stream_seconds
 
 #: Bytes that a codec reads and writes for each float32 number that it carries, besides what it sends: counted from
 #: compress/. The search for the largest values counts as two readings of them.
 STREAMED_BYTES = {"bf16": 20, "int8": 64, "topk": 44, "powersgd": 56}
-
-
-def exposed(sending: float, computing: float, slowdown: float, tail: float = 0.0, overlaps: bool = True) -> float:
-    """Seconds that a collective of ``sending`` seconds adds beside ``computing``: what is longer, the ``tail`` that
-    only starts when all is computed, and what computing loses while both run (factor ``slowdown``)."""
-    if not overlaps:
-        return sending
-    hidden = min(max(0.0, sending - tail), computing)
-    return sending - hidden + hidden * (slowdown - 1)
 
 
 def coded(weights: Iterable[Weight], candidate: Candidate, copies: Span, device: Device, backward_s: float) -> float:
