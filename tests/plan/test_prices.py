@@ -390,7 +390,7 @@ def test_what_waits_for_tensor_ranks_is_no_work_on_shared_processors():
     link = Link(bytes_per_s=1e30, base_s=1.0)
     device = on_cpu(sharing=2.0, launch_s=0.0, memory_bytes_per_s=1e30)
     cluster = device.model_copy(update={"devices_per_node": 4, "nodes": 1, "inside": link})
-    made = model(*(block(name, op(flops=5e13), traffic=sums) for name in "ab"))
+    made = model(*(block(name, op(flops=5e13), traffic=sums, carried=8.0) for name in "ab"))
     candidate = lone(Mesh(pipeline=2, tensor=2), accumulation=1, schedule="gpipe", starts=(0, 1))
     prices = Prices(made, cluster)
     work = prices.stages(candidate)[0]
