@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from shoal.cluster.facts import Device
 from shoal.plan.candidate import Candidate, Memory
+from shoal.plan.flight import HELD, Flights, Head, alone, flights
 from shoal.plan.profile import Block, Holding, Moment, Profile
 from shoal.plan.ranks import rank_of, rank_stages
-from shoal.plan.schedule import Action, Overlap, action_lists
 from shoal.plan.sharded import Held, Sharded
 
 RANDOM_STATE_BYTES = 5056  # what checkpointing keeps of the CPU's generator, per recomputed block (torch.get_rng_state)
@@ -65,6 +67,16 @@ class _Live(NamedTuple):
         return self.activations + self.logits + self.held.total
 
 
+class _Beside(NamedTuple):
+    """A moment of a step: bytes in all; of them what lies beside the stage at work, that but what was received, and the
+    buffers of what was; and the stage's own."""
+
+    total: float
+    others: float
+    received: float
+    live: _Live
+
+
 class _Stage:
     """A run of blocks on one rank, for micro-batches of ``samples``."""
 
@@ -75,7 +87,8 @@ class _Stage:
         self.left = {number: self.leaves(number) for number in numbers}
         self.kept = sum(self.left.values())
         self.first, self.last = 0 in numbers, len(profile.blocks) - 1 in numbers
-        self.next_here = self.previous_here = False  # neighbours on this rank take values without a copy
+        self.next_here = False  # what comes back from a neighbour on this rank lies in no buffer
+        self.apart = 0.0  # bytes of weights' gradients that second halves of backwards make beside the buckets
 
     def bytes(self, pair: tuple[float, float]) -> float:
         return pair[0] * self.samples + pair[1]
@@ -167,24 +180,13 @@ class _Stage:
 
     @cached_property
     def through(self) -> float:
-        """Of these what passes through, of which a copy goes on."""
+        """Of these what passes through, of which a copy goes on, which lies here until the backward's end."""
         return min(self.handed_in, self.handed_out)
 
     @cached_property
-    def handed(self) -> float:
-        """Of these what the stage made, and keeps for its own backward too."""
-        return self.handed_out - self.through
-
-    @cached_property
-    def returns(self) -> float:
-        """Bytes of gradients that are sent to the stage before."""
-        back = 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
-        return back * (not self.previous_here)
-
-    @cached_property
-    def sends(self) -> float:
-        """Bytes that are sent to the stage after."""
-        return self.leaving * (not self.next_here)
+    def back(self) -> float:
+        """Bytes of gradients that go to the stage before."""
+        return 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
 
     @cached_property
     def returning(self) -> float:
@@ -195,6 +197,13 @@ class _Stage:
     def leaving(self) -> float:
         """Bytes that go to the stage after."""
         return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
+
+    @cached_property
+    def held(self) -> tuple[float, ...]:
+        """Bytes of each of HELD, of one micro-batch."""
+        whole, came, sent = self.kept + self.through, self.entering + self.handed_in, self.leaving + self.handed_out
+        halved = whole + self.between - self.after_weights
+        return whole, halved, came, self.returning, sent, self.back, self.apart
 
 
 def holding(block: Block) -> Holding:
@@ -221,65 +230,48 @@ class _Rank:
         spans = {stage: range(starts[stage], starts[stage + 1]) for stage in stages}
         self.stages = {s: _Stage(profile, span, candidate.micro_batch, chosen) for s, span in spans.items()}
         for number, stage in self.stages.items():
-            stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
+            stage.next_here = number + 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
+        if candidate.mesh.shard == 1:
+            for stage in self.stages.values():
+                stage.apart = self.model.gradients_of(stage.numbers)
         self._fullest: dict[tuple[int, bool, bool, bool, bool], tuple[float, _Live]] = {}
         self._halves: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
 
-    def actions(self) -> list[Action]:
-        """The step's, in order."""
-        count = self.candidate.accumulation
-        if self.candidate.mesh.pipeline == 1:
-            unlike = sorted({0, min(1, count - 1), count - 1})  # the others are as the second
-            return [Action(0, kind, micro) for micro in unlike for kind in ("F", "B")]
-        schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
-        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
-        return [
-            part
-            for action in lists[self.place]
-            for part in ((action.forward, action.backward) if isinstance(action, Overlap) else (action,))
-        ]
+    def flights(self) -> Flights:
+        """What is in hand at the step's actions."""
+        candidate, pipeline = self.candidate, self.candidate.mesh.pipeline
+        if pipeline == 1:
+            return alone(candidate.accumulation)
+        schedule, early = candidate.schedule or "gpipe", self.device.kernels == "cpu"
+        return flights(schedule, pipeline, candidate.chunks, candidate.accumulation, early)[self.place]
 
-    def lives(self) -> Iterator[tuple[float, float, _Live]]:
-        """The moments of the step: bytes in all, of them what lies beside the stage at work, and the stage's own. What
-        was sent to a neighbour stays until the step's end, where sends are awaited.
+    def lives(self) -> Iterator[_Beside]:
+        """The moments of the step.
 
         A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
         the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
         it reach their buckets at the step's end only.
         """
-        begun: dict[tuple[int, int], float] = {}
-        apart: dict[int, float] = {}
-        waiting = sent = 0.0  # waiting: the sum of begun, kept as it changes: it may have thousands
-        done: set[int] = set()  # stages that were through with a backward
-        for action in self.actions():
-            stage, key = self.stages[action.stage], (action.stage, action.micro)
-            own = begun.get(key, 0.0)
-            others = waiting - own + sent + sum(apart.values())
-            others += stage.sends * (action.kind != "F")
-            if action.kind in "FB" or (action.kind == "W" and stage.first):
-                total, live = self.fullest(stage, action, action.stage in done)
-                yield total + others, others, live
-            elif not stage.first:
-                total, live = self.half(stage, action.kind == "I", action.micro)
-                yield total + others + own, others + own, live
-            if action.kind == "F":
-                begun[key] = stage.kept - (stage.leaving - stage.sends)
-                sent += stage.through * (not stage.next_here)
-            elif action.kind == "I" and not stage.first:
-                begun[key] = stage.kept + stage.between - stage.after_weights
-            elif action.kind in "BW":
-                begun.pop(key, None)
-                done.add(action.stage)
-                sent += stage.sends + stage.handed * (not stage.next_here)
-            waiting += begun.get(key, 0.0) - own
-            alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
-            if alone and action.stage not in apart:
-                apart[action.stage] = self.model.gradients_of(stage.numbers)
-            if action.kind == "B":
-                apart[action.stage] = 0.0
-            if action.kind == "B" or (action.kind == "I" and not stage.first):
-                sent += stage.returns
+        heads, counts = self.flights()
+        others = counts.reshape(len(heads), -1) @ np.array([stage.held for stage in self.stages.values()]).T.ravel()
+        came = np.array([(s.entering + s.handed_in, s.returning * (not s.next_here)) for s in self.stages.values()])
+        received = counts[:, [HELD.index("inputs"), HELD.index("gradients")]].reshape(len(heads), -1) @ came.T.ravel()
+        stages = list(self.stages.values())
+        for head, beside, buffers in zip(heads, others.tolist(), received.tolist(), strict=True):
+            stage, micro = stages[head.chunk], self.micro(head)
+            if head.kind == "F":
+                live = self.fullest(stage, True, micro, head.done)
+            elif head.kind == "B" or (head.kind == "W" and stage.first):
+                live = self.fullest(stage, False, micro, head.done)
+                beside += stage.leaving - stage.kept  # what was handed on stays until the backward's end
+            else:
+                live = self.half(stage, head.kind == "I", micro)
+            yield _Beside(live[0] + beside, beside - buffers, buffers, live[1])
+
+    def micro(self, head: Head) -> int:
+        """A micro-batch of the step that is as the head's: the first, the last, or one between."""
+        return 0 if head.first else self.candidate.accumulation - 1 if head.last else 1
 
     def half(self, stage: _Stage, first: bool, micro: int) -> tuple[float, _Live]:
         """Half a stage's backward and its bytes in all, worked out once as well."""
@@ -290,10 +282,9 @@ class _Rank:
             self._halves[key] = live.total, live
         return self._halves[key]
 
-    def fullest(self, stage: _Stage, action: Action, begun: bool) -> tuple[float, _Live]:
+    def fullest(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> tuple[float, _Live]:
         """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
         worked out once."""
-        forward, micro = action.kind == "F", action.micro
         begun = begun or self.candidate.mesh.pipeline == 1
         key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
         if key not in self._fullest:
@@ -328,15 +319,14 @@ class _Rank:
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.entering + stage.handed_in + stage.returning for stage in self.stages.values())
-        received *= candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
         passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
         inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         last = _Live("optimizer", 0.0, 0.0, self.model.updating())
-        _, others, top = max([*self.lives(), (last.total, 0.0, last)], key=lambda moment: moment[0])
+        update = _Beside(last.total, 0.0, 0.0, last)
+        _, others, received, top = max([*self.lives(), update], key=lambda moment: moment.total)
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,
