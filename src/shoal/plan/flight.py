@@ -19,7 +19,7 @@ from shoal.plan.messages import AHEAD, UNDER_WAY, Entry, Message, received_early
 from shoal.plan.ranks import rank_stages
 from shoal.plan.schedule import Action, Kind, action_lists, parts
 
-#: What is counted, in the order of ``Flights.counts``. ``whole``: forwards that wait for their backward; ``halved``: for
+#: What is counted, in the order of ``Flights.counts``. ``whole``: forwards that wait for a backward; ``halved``: for
 #: its second half; ``inputs``: what came, or may come, from another rank; ``gradients``: the same, and those of the
 #: next stage here; ``sent_forward``: messages whose values nothing else keeps any more; ``apart``: 1 once weights'
 #: gradients came of second halves alone.

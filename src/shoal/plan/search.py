@@ -247,24 +247,19 @@ class Search:
 
     def least_held(self, core: Core, starts: tuple[int, ...]) -> float:
         """Bytes that all of a pipeline's ranks hold at least at their fullest moments, however weights are held: what
-        waits for backward, or at the step's end what was sent and whole gradients; the buffers of what comes in from
-        neighbours; and whole weights, which shards are gathered to as long as a pipeline runs."""
+        waits for backward, with what came in for it from another rank, or at the step's end whole gradients; and whole
+        weights, which shards are gathered to as long as a pipeline runs."""
         left = np.add.reduceat(self.left(core), starts)
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
-        received, sent = np.zeros(core.pipeline), np.zeros(core.pipeline)  # bytes of a micro-batch
         for stage, start in enumerate(starts[1:], 1):
-            if place[stage] != place[stage - 1]:
-                there, back = blocks[start].crossing(core.micro_batch)
-                received[place[stage - 1 : stage + 1]] += back, there
-                sent[place[stage - 1 : stage + 1]] += blocks[start].carried_bytes * core.micro_batch, back
+            left[stage] += blocks[start].carried_bytes * core.micro_batch * (place[stage] != place[stage - 1])
         waits = [
             in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
             for rank in range(core.pipeline)
         ]
         weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
-        ends = sent * (core.accumulation - 1) + gradients * (core.accumulation > 1)
-        held = np.maximum(waits, ends) + received * core.accumulation + weights
+        held = np.maximum(waits, gradients * (core.accumulation > 1)) + weights
         return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
 
     def units(self, core: Core, starts: tuple[int, ...], place: list[int]) -> tuple[np.ndarray, np.ndarray]:
