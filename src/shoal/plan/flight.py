@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
-from operator import ge
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -39,10 +37,11 @@ class Head(NamedTuple):
 
 
 class Flights(NamedTuple):
-    """What a rank has in hand at its actions, but where another with the same head has as much of everything.
-    ``counts``: (actions, what of HELD, chunks)."""
+    """What a rank has in hand at its actions, all that differ. ``counts``: (actions, what of HELD x chunks); ``head``:
+    (actions,), index into ``heads``."""
 
     heads: tuple[Head, ...]
+    head: np.ndarray
     counts: np.ndarray
 
 
@@ -56,14 +55,13 @@ def enough(schedule: str, pipeline: int, micro_batches: int) -> int:
     pipeline comes through the same states again and again."""
     if schedule in ("gpipe", "looped-bfs"):
         return micro_batches
-    least = max(4 * pipeline, 2 * AHEAD)
     if not schedule.startswith("interleaved"):
-        return min(micro_batches, least)
+        return min(micro_batches, 3 * pipeline + AHEAD + UNDER_WAY)
     rounds = max(1, micro_batches // pipeline)
-    return micro_batches // rounds * min(rounds, least // pipeline)
+    return micro_batches // rounds * min(rounds, max(4, 2 * AHEAD // pipeline))
 
 
-@lru_cache(maxsize=512)  # searches ask for the same ones with many cuts, micro-batches and ways to hold weights
+@lru_cache(maxsize=64)  # searches ask for the same ones with many cuts, micro-batches and ways to hold weights
 def _flights(schedule: str, pipeline: int, chunks: int, micro_batches: int, early: bool) -> tuple[Flights, ...]:
     lists = with_messages(action_lists(schedule, pipeline, chunks, micro_batches))
     return tuple(
@@ -81,91 +79,102 @@ def alone(micro_batches: int) -> Flights:
 
 
 class _Hand:
-    """The counts while a list is played."""
+    """The counts while a list is played: each change is noted, and summed up at the end."""
 
     def __init__(self, stages: Sequence[int], of: int, micro_batches: int) -> None:
         self.place = {stage: chunk for chunk, stage in enumerate(stages)}
-        self.of, self.micro_batches = of, micro_batches
-        self.held = [[0] * len(stages) for _ in HELD]
+        self.of, self.micro_batches, self.chunks = of, micro_batches, len(stages)
+        self.cells: list[int] = []  # what changes: index into HELD x chunks
+        self.changes: list[int] = []
         self.under_way: deque[tuple[bool, int, int]] = deque()  # forward, stage, micro-batch
         self.through: set[tuple[int, int]] = set()  # stage and micro-batch of forwards that are sent and given up
         self.done = [False] * len(stages)
+        self.apart = [0] * len(stages)
 
     def flights(self, entries: Iterable[Entry]) -> Flights:
         """Play the list to its end."""
-        seen: set[tuple[Head, tuple[int, ...]]] = set()
-        most: dict[Head, list[tuple[int, ...]]] = {}
+        numbers: dict[Head, int] = {}
+        heads: list[int] = []
+        at: list[int] = []  # how many changes came before
+        last = self.micro_batches - 1
         for entry in entries:
             if isinstance(entry, Message):
-                self.message(entry)
+                self.message(*entry)
                 continue
-            for action in parts(entry):
-                if action.kind != "I" or action.stage:  # the first stage has no first half
-                    now = self.head(action), tuple(chain.from_iterable(self.held))
-                    if now not in seen:
-                        seen.add(now)
-                        _keep(most.setdefault(now[0], []), now[1])
-                self.computed(action)
-        heads = tuple(head for head, rows in most.items() for _ in rows)
-        counts = np.array([row for rows in most.values() for row in rows])
-        return Flights(heads, counts.reshape(len(heads), len(HELD), len(self.place)))
-
-    def head(self, action: Action) -> Head:
-        chunk = self.place[action.stage]
-        return Head(chunk, action.kind, action.micro == 0, action.micro == self.micro_batches - 1, self.done[chunk])
+            for stage, kind, micro in parts(entry):
+                if kind != "I" or stage:  # the first stage has no first half
+                    chunk = self.place[stage]
+                    head = Head(chunk, kind, micro == 0, micro == last, self.done[chunk])
+                    heads.append(numbers.setdefault(head, len(numbers)))
+                    at.append(len(self.cells))
+                self.computed(stage, kind, micro)
+        steps = np.zeros((len(self.cells) + 1, len(HELD) * self.chunks), np.int32)
+        steps[np.arange(1, len(steps)), self.cells] = self.changes
+        return _differing(tuple(numbers), np.array(heads), steps.cumsum(axis=0)[at])
 
     def add(self, what: Held, stage: int, number: int) -> None:
-        self.held[HELD.index(what)][self.place[stage]] += number
+        self.cells.append(_ROW[what] * self.chunks + self.place[stage])
+        self.changes.append(number)
 
-    def message(self, entry: Message) -> None:
+    def message(self, stage: int, kind: str, micro: int) -> None:
         """A receive is posted, or something is sent and the oldest that is too much awaited."""
-        stage, kind, micro = entry
         if kind == "RECV_F":
             self.add("inputs", stage, 1)
-        elif kind == "RECV_B":
+            return
+        if kind == "RECV_B":
             self.add("gradients", stage, 1)
-        else:
-            self.under_way.append((kind == "SEND_F", stage, micro))
-            self.add("sent_back", stage, kind == "SEND_B")
-            if len(self.under_way) > UNDER_WAY:
-                forward, stage, micro = self.under_way.popleft()
-                gone = (stage, micro) in self.through if forward else True
-                self.add("sent_forward" if forward else "sent_back", stage, -gone)
+            return
+        self.under_way.append((kind == "SEND_F", stage, micro))
+        if kind == "SEND_B":
+            self.add("sent_back", stage, 1)
+        if len(self.under_way) > UNDER_WAY:
+            forward, stage, micro = self.under_way.popleft()
+            if not forward:
+                self.add("sent_back", stage, -1)
+            elif (stage, micro) in self.through:
+                self.add("sent_forward", stage, -1)
 
-    def computed(self, action: Action) -> None:
+    def computed(self, stage: int, kind: Kind, micro: int) -> None:
         """An action is through."""
-        stage, kind, micro = action
         if kind == "F":
             self.add("whole", stage, 1)
             return
-        split = kind == "I" and stage > 0
-        if split:
-            self.add("whole", stage, -1)
-            self.add("halved", stage, 1)
-        if kind in "BI" and stage - 1 in self.place:
+        if kind != "W" and stage - 1 in self.place:
             self.add("gradients", stage - 1, 1)
         if kind == "I":
+            if stage:
+                self.add("whole", stage, -1)
+                self.add("halved", stage, 1)
             return
         self.add("halved" if kind == "W" and stage else "whole", stage, -1)
-        self.add("inputs", stage, -(stage > 0 and stage - 1 not in self.place))
-        self.add("gradients", stage, -(stage < self.of - 1))
+        if stage and stage - 1 not in self.place:
+            self.add("inputs", stage, -1)
+        if stage < self.of - 1:
+            self.add("gradients", stage, -1)
         if (True, stage, micro) in self.under_way:
             self.through.add((stage, micro))
             self.add("sent_forward", stage, 1)
-        self.finished(stage, kind)
-
-    def finished(self, stage: int, kind: Kind) -> None:
-        """A backward is through, and with it weights' gradients: apart from the others where all came of halves."""
-        chunk, apart = self.place[stage], self.held[HELD.index("apart")]
-        if kind == "B" or not stage:
-            apart[chunk] = 0
-        elif not self.done[chunk]:
-            apart[chunk] = 1
+        chunk = self.place[stage]
+        apart = int(kind == "W" and stage > 0 and (self.apart[chunk] or not self.done[chunk]))
+        if apart != self.apart[chunk]:
+            self.add("apart", stage, apart - self.apart[chunk])
+            self.apart[chunk] = apart
         self.done[chunk] = True
 
 
-def _keep(rows: list[tuple[int, ...]], new: tuple[int, ...]) -> None:
-    """Add what no other has as much of, and drop what it has as much of."""
-    if not any(all(map(ge, row, new)) for row in rows):
-        rows[:] = [row for row in rows if not all(map(ge, new, row))]
-        rows.append(new)
+_ROW = {what: row for row, what in enumerate(HELD)}
+
+
+def _differing(heads: tuple[Head, ...], head: np.ndarray, counts: np.ndarray) -> Flights:
+    """Those that differ, but for what has no more of anything than the one before or after it of the same head: of
+    micro-batches that pile up, the last."""
+    order = np.argsort(head, kind="stable")
+    head, counts = head[order], counts[order]
+    same, more = head[1:] == head[:-1], counts[1:] - counts[:-1]
+    grows, falls = (more >= 0).all(axis=1), (more <= 0).all(axis=1)
+    stays = np.ones(len(head), bool)
+    stays[:-1] &= ~(same & grows)
+    stays[1:] &= ~(same & falls & ~grows)
+    rows = {(int(head[row]), counts[row].tobytes()): row for row in np.flatnonzero(stays)}
+    chosen = list(rows.values())
+    return Flights(heads, head[chosen], counts[chosen])

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.cluster.facts import Device
 from shoal.plan.candidate import Candidate, Memory
-from shoal.plan.flight import HELD, Flights, Head, alone, flights
+from shoal.plan.flight import Flights, Head, alone, flights
 from shoal.plan.profile import Block, Holding, Moment, Profile
 from shoal.plan.ranks import rank_of, rank_stages
 from shoal.plan.sharded import Held, Sharded
@@ -205,6 +205,11 @@ class _Stage:
         halved = whole + self.between - self.after_weights
         return whole, halved, came, self.returning, sent, self.back, self.apart
 
+    @cached_property
+    def received(self) -> tuple[float, ...]:
+        """Of these what lies in buffers of what came from other ranks."""
+        return 0.0, 0.0, self.entering + self.handed_in, self.returning * (not self.next_here), 0.0, 0.0, 0.0
+
 
 def holding(block: Block) -> Holding:
     """A block's own, or what its operations' kept bytes say."""
@@ -235,8 +240,8 @@ class _Rank:
         if candidate.mesh.shard == 1:
             for stage in self.stages.values():
                 stage.apart = self.model.gradients_of(stage.numbers)
-        self._fullest: dict[tuple[int, bool, bool, bool, bool], tuple[float, _Live]] = {}
-        self._halves: dict[tuple[int, bool, bool, bool], tuple[float, _Live]] = {}
+        self._fullest: dict[tuple[int, bool, bool, bool, bool], _Live] = {}
+        self._halves: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def flights(self) -> Flights:
         """What is in hand at the step's actions."""
@@ -246,52 +251,49 @@ class _Rank:
         schedule, early = candidate.schedule or "gpipe", self.device.kernels == "cpu"
         return flights(schedule, pipeline, candidate.chunks, candidate.accumulation, early)[self.place]
 
-    def lives(self) -> Iterator[_Beside]:
-        """The moments of the step.
+    def most(self) -> _Beside:
+        """The moment of the step's passes that needs most.
 
         A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
         the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
         it reach their buckets at the step's end only.
         """
-        heads, counts = self.flights()
-        others = counts.reshape(len(heads), -1) @ np.array([stage.held for stage in self.stages.values()]).T.ravel()
-        came = np.array([(s.entering + s.handed_in, s.returning * (not s.next_here)) for s in self.stages.values()])
-        received = counts[:, [HELD.index("inputs"), HELD.index("gradients")]].reshape(len(heads), -1) @ came.T.ravel()
+        heads, head, counts = self.flights()
         stages = list(self.stages.values())
-        for head, beside, buffers in zip(heads, others.tolist(), received.tolist(), strict=True):
-            stage, micro = stages[head.chunk], self.micro(head)
-            if head.kind == "F":
-                live = self.fullest(stage, True, micro, head.done)
-            elif head.kind == "B" or (head.kind == "W" and stage.first):
-                live = self.fullest(stage, False, micro, head.done)
-                beside += stage.leaving - stage.kept  # what was handed on stays until the backward's end
-            else:
-                live = self.half(stage, head.kind == "I", micro)
-            yield _Beside(live[0] + beside, beside - buffers, buffers, live[1])
+        own = [self.own(stages[each.chunk], each) for each in heads]
+        beside = counts @ np.array([stage.held for stage in stages]).T.ravel()
+        beside += np.array([other for other, _ in own])[head]
+        at = int((beside + np.array([live.total for _, live in own])[head]).argmax())
+        came = np.array([stage.received for stage in stages]).T.ravel()
+        received, live = float(counts[at] @ came), own[head[at]][1]
+        return _Beside(float(beside[at]) + live.total, float(beside[at]) - received, received, live)
 
-    def micro(self, head: Head) -> int:
-        """A micro-batch of the step that is as the head's: the first, the last, or one between."""
-        return 0 if head.first else self.candidate.accumulation - 1 if head.last else 1
+    def own(self, stage: _Stage, head: Head) -> tuple[float, _Live]:
+        """An action's own moment, and the bytes by which others' are more than what is held of all micro-batches."""
+        micro = 0 if head.first else self.candidate.accumulation - 1 if head.last else 1
+        if head.kind == "F":
+            return 0.0, self.fullest(stage, True, micro, head.done)
+        if head.kind == "B" or (head.kind == "W" and stage.first):
+            return stage.leaving - stage.kept, self.fullest(stage, False, micro, head.done)  # what left stays
+        return 0.0, self.half(stage, head.kind == "I", micro)
 
-    def half(self, stage: _Stage, first: bool, micro: int) -> tuple[float, _Live]:
-        """Half a stage's backward and its bytes in all, worked out once as well."""
+    def half(self, stage: _Stage, first: bool, micro: int) -> _Live:
+        """Half a stage's backward, worked out once as well."""
         key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
         if key not in self._halves:
             held = self.model.moment(stage.numbers.start, False, micro)
-            live = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
-            self._halves[key] = live.total, live
+            self._halves[key] = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
         return self._halves[key]
 
-    def fullest(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> tuple[float, _Live]:
-        """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
-        worked out once."""
+    def fullest(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> _Live:
+        """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
         begun = begun or self.candidate.mesh.pipeline == 1
         key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
         if key not in self._fullest:
             held = self.model.moment(stage.numbers.start, forward, micro, begun)
             nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            live = max(self.within(stage, forward, micro, begun), key=lambda live: live.total, default=nothing)
-            self._fullest[key] = live.total, live
+            moments = self.within(stage, forward, micro, begun)
+            self._fullest[key] = max(moments, key=lambda live: live.total, default=nothing)
         return self._fullest[key]
 
     def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
@@ -326,7 +328,7 @@ class _Rank:
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         last = _Live("optimizer", 0.0, 0.0, self.model.updating())
         update = _Beside(last.total, 0.0, 0.0, last)
-        _, others, received, top = max([*self.lives(), update], key=lambda moment: moment.total)
+        _, others, received, top = max(self.most(), update, key=lambda moment: moment.total)
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,
