@@ -149,18 +149,15 @@ def test_more_memory_is_asked_for_without_pricing_anew(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_more_chunks_are_said_to_wait_than_do_when_the_schedule_is_played(schedule: str) -> None:
+def test_as_many_chunks_are_said_to_wait_as_do_when_the_schedule_is_played(schedule: str) -> None:
     """Of ZB-V with fewer micro-batches than ranks too many were: plans that fit were dropped unpriced."""
-    short = 0
     for pipeline, chunks, micro in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 6, 8, 16)):
         if conflicts(schedule, pipeline, chunks, micro):
             continue
         waiting = play(schedule, pipeline, chunks, micro, [StageTime(1, 2, 1)] * (pipeline * chunks)).chunks
         for rank, most in enumerate(waiting):
             said = in_flight(Core(pipeline, 1, False, 1, 1, micro, schedule, chunks, "none"), rank)
-            assert said <= most, (pipeline, chunks, micro, rank)
-            short += most - said
-    assert short == 0 or schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+            assert sum(said) == most, (pipeline, chunks, micro, rank)
 
 
 def test_ranks_are_left_out_once_those_before_are_too_full_together() -> None:

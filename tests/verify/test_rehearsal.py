@@ -72,7 +72,8 @@ FORETOLD = [
     ("shard=2", 1, {"precision": "bf16"}, 0.015),
     ("pipeline=2", 4, {"schedule": "1f1b"}, EXACT),
     ("pipeline=2", 4, {"schedule": "zbv", "chunks": 2}, 0.02),
-    ("pipeline=2,replicate=2,shard=2", 4, {"schedule": "1f1b"}, 0.015),
+    ("pipeline=2,replicate=2,shard=2", 4, {"schedule": "1f1b"}, EXACT),
+    ("pipeline=2,shard=2", 4, {"schedule": "looped-bfs", "chunks": 2}, EXACT),
     ("tensor=2", 1, {"sequence_parallel": True, "recompute": "full"}, EXACT),
     ("replicate=128,shard=4,tensor=2", 1, {}, EXACT),
 ]
@@ -168,6 +169,61 @@ def test_a_block_that_runs_again_sends_again_up_to_the_last_tensor_that_it_keeps
     assert abs(counted["none"] - said["none"]) <= 6 * 4 * rows + 512, "figures of each row, the step's sum, norms"
     for recompute in ("selective", "full"):
         assert counted[recompute] - counted["none"] == said[recompute] - said["none"] > 0
+
+
+def partly_frozen() -> nn.Module:
+    """A GPT of which the later half and the head are trained."""
+    model = GPT(vocabulary=64, width=32, layers=8, heads=2, context=16)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith(("blocks.4", "blocks.5", "blocks.6", "blocks.7", "norm", "head")))
+    return model
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("mesh", "more"), [("shard=2", {}), ("shard=2", {"recompute": "full"}), ("pipeline=2", {"schedule": "1f1b"})]
+)
+def test_frozen_blocks_send_no_gradients_and_are_not_gathered_again(mesh, more):
+    """A frozen trunk was foretold to be gathered for a backward that it has none of, or to send gradients back."""
+    words = job(
+        model=partly_frozen, data=Rows([(torch.zeros(16, dtype=torch.long),) * 2] * 64),
+        loss=lambda output, targets: Loss(
+            F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+        ),
+    )  # fmt: skip
+    found = shoal.rehearse(words, mesh=mesh, micro_batch=2, global_batch=8, ranks="distinct", **more)
+    for each in found.ranks:
+        axis = mesh.partition("=")[0]
+        assert 0 <= each.traffic(axis) - each.said.traffic.get(axis, 0) <= 512, "the one sum of a step"
+        assert each.said.flops == pytest.approx(each.counted.flops, rel=0.1), "nothing frozen is run again"
+
+
+class Convolved(nn.Module):
+    """Blocks of a convolution and a joint normalisation; [B, 3, 8, 8] -> [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)
+        )
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mesh", ["replicate=2", "shard=2"])
+def test_statistics_of_all_ranks_keep_no_more_than_those_of_one(mesh):
+    pictures = job(
+        model=Convolved, data=Rows([(torch.zeros(3, 8, 8), torch.tensor(0))] * 64),
+        loss=lambda output, targets: Loss(F.cross_entropy(output, targets, reduction="sum"), len(targets)),
+    )  # fmt: skip
+    found = shoal.rehearse(pictures, mesh=mesh, micro_batch=8, global_batch=16).ranks[0]
+    assert abs(found.memory_error) < 0.005, found
 
 
 @pytest.mark.unit

@@ -26,14 +26,14 @@ HELD: tuple[Held, ...] = ("whole", "halved", "inputs", "gradients", "sent_forwar
 
 
 class Head(NamedTuple):
-    """The action that runs: the rank's how-manieth chunk, whether on the first or last micro-batch, and whether the
-    chunk was through with a backward before."""
+    """The action that runs: the rank's how-manieth chunk, the micro-batch (0 in a pipeline, where it makes no
+    difference), and the chunks that ran a forward, and that were through with a backward, before."""
 
     chunk: int
     kind: Kind
-    first: bool
-    last: bool
-    done: bool
+    micro: int
+    gathered: frozenset[int]
+    through: frozenset[int]
 
 
 class Flights(NamedTuple):
@@ -65,7 +65,7 @@ def enough(schedule: str, pipeline: int, micro_batches: int) -> int:
 def _flights(schedule: str, pipeline: int, chunks: int, micro_batches: int, early: bool) -> tuple[Flights, ...]:
     lists = with_messages(action_lists(schedule, pipeline, chunks, micro_batches))
     return tuple(
-        _Hand(rank_stages(schedule, rank, pipeline, chunks), pipeline * chunks, micro_batches).flights(
+        _Hand(rank_stages(schedule, rank, pipeline, chunks), pipeline * chunks).flights(
             received_early(entries) if early else entries
         )
         for rank, entries in enumerate(lists)
@@ -75,20 +75,20 @@ def _flights(schedule: str, pipeline: int, chunks: int, micro_batches: int, earl
 def alone(micro_batches: int) -> Flights:
     """Of a rank that is no pipeline's."""
     unlike = sorted({0, min(1, micro_batches - 1), micro_batches - 1})  # the others are as the second
-    return _Hand((0,), 1, micro_batches).flights([Action(0, kind, micro) for micro in unlike for kind in ("F", "B")])
+    return _Hand((0,), 1).flights([Action(0, kind, micro) for micro in unlike for kind in ("F", "B")])
 
 
 class _Hand:
     """The counts while a list is played: each change is noted, and summed up at the end."""
 
-    def __init__(self, stages: Sequence[int], of: int, micro_batches: int) -> None:
+    def __init__(self, stages: Sequence[int], of: int) -> None:
         self.place = {stage: chunk for chunk, stage in enumerate(stages)}
-        self.of, self.micro_batches, self.chunks = of, micro_batches, len(stages)
+        self.of, self.chunks = of, len(stages)
         self.cells: list[int] = []  # what changes: index into HELD x chunks
         self.changes: list[int] = []
         self.under_way: deque[tuple[bool, int, int]] = deque()  # forward, stage, micro-batch
         self.through: set[tuple[int, int]] = set()  # stage and micro-batch of forwards that are sent and given up
-        self.done = [False] * len(stages)
+        self.gathered = self.done = frozenset[int]()  # chunks that ran a forward, that were through with a backward
         self.apart = [0] * len(stages)
 
     def flights(self, entries: Iterable[Entry]) -> Flights:
@@ -96,15 +96,13 @@ class _Hand:
         numbers: dict[Head, int] = {}
         heads: list[int] = []
         at: list[int] = []  # how many changes came before
-        last = self.micro_batches - 1
         for entry in entries:
             if isinstance(entry, Message):
                 self.message(*entry)
                 continue
             for stage, kind, micro in parts(entry):
                 if kind != "I" or stage:  # the first stage has no first half
-                    chunk = self.place[stage]
-                    head = Head(chunk, kind, micro == 0, micro == last, self.done[chunk])
+                    head = Head(self.place[stage], kind, micro * (self.of == 1), self.gathered, self.done)
                     heads.append(numbers.setdefault(head, len(numbers)))
                     at.append(len(self.cells))
                 self.computed(stage, kind, micro)
@@ -136,8 +134,11 @@ class _Hand:
 
     def computed(self, stage: int, kind: Kind, micro: int) -> None:
         """An action is through."""
+        chunk = self.place[stage]
         if kind == "F":
             self.add("whole", stage, 1)
+            if chunk not in self.gathered:
+                self.gathered |= {chunk}
             return
         if kind != "W" and stage - 1 in self.place:
             self.add("gradients", stage - 1, 1)
@@ -154,12 +155,12 @@ class _Hand:
         if (True, stage, micro) in self.under_way:
             self.through.add((stage, micro))
             self.add("sent_forward", stage, 1)
-        chunk = self.place[stage]
-        apart = int(kind == "W" and stage > 0 and (self.apart[chunk] or not self.done[chunk]))
+        apart = int(kind == "W" and stage > 0 and (self.apart[chunk] or chunk not in self.done))
         if apart != self.apart[chunk]:
             self.add("apart", stage, apart - self.apart[chunk])
             self.apart[chunk] = apart
-        self.done[chunk] = True
+        if chunk not in self.done:
+            self.done |= {chunk}
 
 
 _ROW = {what: row for row, what in enumerate(HELD)}

@@ -216,14 +216,15 @@ class _Maker:
         return grows[at] / self.samples, float(fixed[at])
 
     def between(self, span: _Span) -> float:
-        """Bytes per sample of the gradients of what operations with trained weights give."""
-        values = {
-            value
-            for op in self.operations[span.begin : span.end]
-            if any(self.blueprint.parameter[name].trains for name in op.parameters)
-            for value in op.gives
-        }
-        return sum(self.blueprint.values[v].bytes * self.local.share(v) for v in values) / self.samples
+        """Bytes per sample of the gradients that weights' own wait for: of what operations give that read both a
+        trained weight, or what is made of such alone (rows that are picked of it), and what comes in."""
+        found, alone = set[int](), set[int]()
+        for op in self.operations[span.begin : span.end]:
+            trains = any(self.blueprint.parameter[name].trains for name in op.parameters)
+            if trains or not alone.isdisjoint(op.reads):
+                enters = self.learned.intersection(op.reads) - alone
+                (found if enters else alone).update(op.gives)
+        return sum(self.blueprint.values[v].bytes * self.local.share(v) for v in found) / self.samples
 
     def bytes_of(self, name: str) -> float:
         parameter = self.blueprint.parameter[name]
@@ -303,7 +304,8 @@ class _Maker:
         if not of.flops or not any(map(sum, beside)):
             return (made,)
         (moved, fixed), (back_moved, back_fixed) = beside
-        side = Op(of.name, "memory", 0, 0, 0, 0.0, moved, fixed, 0.0, 1.0, 0.0)
+        back = float(not self.learned.isdisjoint(of.gives))
+        side = Op(of.name, "memory", 0, 0, 0, 0.0, moved, fixed, 0.0, back, 0.0)
         if traced:
             side = side._replace(back_moved_bytes=back_moved, back_fixed_bytes=back_fixed, back_launches=0.0)
         return made, side

@@ -9,7 +9,7 @@ replicated, FSDP2's gathered units and reduce-scatter inputs where they are shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from shoal.plan.candidate import Candidate, Memory
 from shoal.plan.flight import Flights, Head, alone, flights
 from shoal.plan.profile import Block, Holding, Moment, Profile
 from shoal.plan.ranks import rank_of, rank_stages
-from shoal.plan.sharded import Held, Sharded
+from shoal.plan.sharded import Held, Ready, Sharded
 
 RANDOM_STATE_BYTES = 5056  # what checkpointing keeps of the CPU's generator, per recomputed block (torch.get_rng_state)
 
@@ -189,6 +189,11 @@ class _Stage:
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
 
     @cached_property
+    def plain(self) -> float:
+        """Bytes that leave of what has no gradient, though it depends on (frozen) weights: the backward needs none."""
+        return self.leaving - self.returning
+
+    @cached_property
     def returning(self) -> float:
         """Bytes of gradients that come back from the stage after."""
         return 0.0 if self.last else self.profile.blocks[self.numbers.stop].crossing(self.samples)[1]
@@ -201,7 +206,8 @@ class _Stage:
     @cached_property
     def held(self) -> tuple[float, ...]:
         """Bytes of each of HELD, of one micro-batch."""
-        whole, came, sent = self.kept + self.through, self.entering + self.handed_in, self.leaving + self.handed_out
+        whole, came = self.kept + self.through + self.plain, self.entering + self.handed_in
+        sent = self.leaving + self.handed_out
         halved = whole + self.between - self.after_weights
         return whole, halved, came, self.returning, sent, self.back, self.apart
 
@@ -240,8 +246,6 @@ class _Rank:
         if candidate.mesh.shard == 1:
             for stage in self.stages.values():
                 stage.apart = self.model.gradients_of(stage.numbers)
-        self._fullest: dict[tuple[int, bool, bool, bool, bool], _Live] = {}
-        self._halves: dict[tuple[int, bool, bool, bool], _Live] = {}
 
     def flights(self) -> Flights:
         """What is in hand at the step's actions."""
@@ -260,7 +264,7 @@ class _Rank:
         """
         heads, head, counts = self.flights()
         stages = list(self.stages.values())
-        own = [self.own(stages[each.chunk], each) for each in heads]
+        own = [self.own(stages, each) for each in heads]
         beside = counts @ np.array([stage.held for stage in stages]).T.ravel()
         beside += np.array([other for other, _ in own])[head]
         at = int((beside + np.array([live.total for _, live in own])[head]).argmax())
@@ -268,42 +272,44 @@ class _Rank:
         received, live = float(counts[at] @ came), own[head[at]][1]
         return _Beside(float(beside[at]) + live.total, float(beside[at]) - received, received, live)
 
-    def own(self, stage: _Stage, head: Head) -> tuple[float, _Live]:
+    def own(self, stages: Sequence[_Stage], head: Head) -> tuple[float, _Live]:
         """An action's own moment, and the bytes by which others' are more than what is held of all micro-batches."""
-        micro = 0 if head.first else self.candidate.accumulation - 1 if head.last else 1
+        stage, spans = stages[head.chunk], [each.numbers for each in stages]
+        gathered, through = (frozenset(spans[chunk] for chunk in of) for of in (head.gathered, head.through))
+        ready = Ready(stage.numbers, gathered, through)
         if head.kind == "F":
-            return 0.0, self.fullest(stage, True, micro, head.done)
+            return 0.0, self.fullest(stage, True, head.micro, ready)
         if head.kind == "B" or (head.kind == "W" and stage.first):
-            return stage.leaving - stage.kept, self.fullest(stage, False, micro, head.done)  # what left stays
-        return 0.0, self.half(stage, head.kind == "I", micro)
+            live = self.fullest(stage, False, head.micro, ready)
+            return stage.returning - stage.kept, live  # what was handed on stays until the backward's end
+        return 0.0, self.half(stage, head.kind == "I", ready)
 
-    def half(self, stage: _Stage, first: bool, micro: int) -> _Live:
-        """Half a stage's backward, worked out once as well."""
-        key = (stage.numbers.start, first, micro == 0, micro == self.candidate.accumulation - 1)
-        if key not in self._halves:
-            held = self.model.moment(stage.numbers.start, False, micro)
-            self._halves[key] = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
-        return self._halves[key]
+    def half(self, stage: _Stage, first: bool, ready: Ready) -> _Live:
+        """Half a stage's backward."""
+        begun = ready if first else ready._replace(through=ready.through | {ready.own})
+        held = self.model.in_stage(stage.numbers.start, not first, begun)
+        return _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
 
-    def fullest(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> _Live:
-        """The moment of a stage's pass that needs most: the same whatever lies beside it, so worked out once."""
-        begun = begun or self.candidate.mesh.pipeline == 1
-        key = (stage.numbers.start, forward, micro == 0, micro == self.candidate.accumulation - 1, begun)
-        if key not in self._fullest:
-            held = self.model.moment(stage.numbers.start, forward, micro, begun)
-            nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            moments = self.within(stage, forward, micro, begun)
-            self._fullest[key] = max(moments, key=lambda live: live.total, default=nothing)
-        return self._fullest[key]
+    def held(self, number: int, forward: bool, micro: int, ready: Ready) -> Held:
+        """What is held of weights and gradients at a block's pass."""
+        if self.candidate.mesh.pipeline == 1:
+            return self.model.moment(number, forward, micro)
+        return self.model.in_stage(number, forward, ready)
 
-    def within(self, stage: _Stage, forward: bool, micro: int, begun: bool) -> Iterator[_Live]:
+    def fullest(self, stage: _Stage, forward: bool, micro: int, ready: Ready) -> _Live:
+        """The moment of a stage's pass that needs most."""
+        held = self.held(stage.numbers.start, forward, micro, ready)
+        nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
+        return max(self.within(stage, forward, micro, ready), key=lambda live: live.total, default=nothing)
+
+    def within(self, stage: _Stage, forward: bool, micro: int, ready: Ready) -> Iterator[_Live]:
         """The fullest moments of a stage's pass, one of each block, and those at which gradients are sent."""
         last = len(self.profile.blocks) - 1
         before = 0.0
         for number in stage.numbers:
             own = number == last
             name = ("loss" if own else "forward") if forward else "backward"
-            held = self.model.moment(number, forward, micro, begun)
+            held = self.held(number, forward, micro, ready)
             moments = stage.moments(number, forward)
             if held.whole_gradients:
                 most = max(moments, key=lambda each: each[0] + each[1], default=None)

@@ -30,6 +30,8 @@ from shoal.plan.time import Prices, straggling
 
 #: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
 USABLE = 0.95
+#: Schedules that run backwards in halves.
+HALVES = ("interleaved-zero-bubble", "zbv", "dualpipev")
 #: How often a cut that is too full is moved before the layout counts as too large.
 _MOVES = 4
 #: A core whose least is under this share of the room is taken to fit until it is priced.
@@ -250,14 +252,16 @@ class Search:
         waits for backward, with what came in for it from another rank, or at the step's end whole gradients; and whole
         weights, which shards are gathered to as long as a pipeline runs."""
         left = np.add.reduceat(self.left(core), starts)
+        if core.schedule in HALVES:
+            left[-1] -= self.left(core)[-1]  # what the loss keeps is given up with the first half
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
         for stage, start in enumerate(starts[1:], 1):
             left[stage] += blocks[start].carried_bytes * core.micro_batch * (place[stage] != place[stage - 1])
-        waits = [
-            in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
-            for rank in range(core.pipeline)
-        ]
+        waits = np.zeros(core.pipeline)
+        for rank in range(core.pipeline):
+            stages = [stage for stage, at in enumerate(place) if at == rank]
+            waits[rank] = left[stages] @ in_flight(core, rank)
         weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
         held = np.maximum(waits, gradients * (core.accumulation > 1)) + weights
         return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
@@ -355,7 +359,7 @@ def _needs(
         mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
         states = held[rank].weights + held[rank].gradients + held[rank].optimizer
         per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
-        flights = in_flight(core, rank) / core.chunks
+        flights = sum(in_flight(core, rank)) / core.chunks
         grows = states + flights * sum(kept[part].sum() for part in mine)
         needs.append(balance.spans(numels * per_weight + kept * flights))
         room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
@@ -368,18 +372,24 @@ def _left(block: Block, recomputes: bool, core: Core) -> float:
     return sample * core.micro_batch + fixed
 
 
-def in_flight(core: Core, rank: int) -> int:
-    """The chunks of a pipeline's rank that wait for their backward at once, at least (techniques: each schedule's own
-    order; those of zero-bubble schedules wait for their weights' half)."""
+def in_flight(core: Core, rank: int) -> tuple[int, ...]:
+    """Of each chunk of a pipeline's rank, the micro-batches that wait for their backward, or for its second half, when
+    the rank has most of them (techniques: each schedule's own order)."""
     pipeline, chunks, micro = core.pipeline, core.chunks, core.accumulation
-    if core.schedule is None:
-        return 1
-    width = micro // max(1, micro // pipeline)
-    most = {
-        "1f1b": pipeline - rank,
-        "interleaved-1f1b": (chunks - 1) * width + 2 * (pipeline - 1 - rank) + 1,
-        "interleaved-zero-bubble": (chunks - 1) * width + pipeline - rank,
-        "zbv": min(pipeline, micro + rank) + 1,
-        "dualpipev": 2 * pipeline,
-    }
-    return min(micro * chunks, most.get(core.schedule, micro * chunks))
+    behind, width = pipeline - 1 - rank, micro // max(1, micro // pipeline)
+    match core.schedule:
+        case None:
+            return (1,)
+        case "1f1b":
+            return (min(micro, behind + 1),)
+        case "zbv":
+            return min(micro, 2 * behind + 1 + rank), min(micro, rank + 1)
+        case "dualpipev":
+            return min(micro, 2 * behind + 2 + rank), rank + 1
+        case "interleaved-1f1b" | "interleaved-zero-bubble":
+            ahead = 2 * behind + 1 if core.schedule == "interleaved-1f1b" else pipeline
+            turns, rest = divmod(min((chunks - 1) * width + ahead, micro * chunks), width)
+            return tuple(
+                width * len(range(chunk, turns, chunks)) + rest * (turns % chunks == chunk) for chunk in range(chunks)
+            )
+    return (micro,) * chunks

@@ -42,6 +42,15 @@ def alone(block: Block) -> bool:
     return unit and any(weight.rows for weight in weights) and not any(weight.tie for weight in weights)
 
 
+class Ready(NamedTuple):
+    """How far a rank's stages are in a pipeline's step, each as the range of its blocks: that at work, those whose
+    units were gathered, those that were through with a backward."""
+
+    own: range
+    gathered: frozenset[range]
+    through: frozenset[range]
+
+
 class _Sums:
     """Sums over consecutive units, in the order of their blocks."""
 
@@ -61,6 +70,10 @@ class _Sums:
     def after(self, number: int) -> float:
         """Of units after a block."""
         return self.sums[-1] - self.upto(number)
+
+    def within(self, span: range) -> float:
+        """Of units among consecutive blocks."""
+        return self.upto(span.stop - 1) - self.upto(span.start - 1)
 
 
 class Sharded:
@@ -117,17 +130,33 @@ class Sharded:
             if weight.rows and not (self.staged and unit == ROOT)
         ]
 
-    def moment(self, number: int, forward: bool, micro: int, begun: bool = True) -> Held:
-        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step.
-
-        ``begun``: whether its stage was through with a backward before, if it could (not in a pipeline's warm-up).
-        """
+    def moment(self, number: int, forward: bool, micro: int) -> Held:
+        """At a block's forward or backward, in this rank's micro-batch number ``micro`` of the step."""
         if self.shards == 1:
             return Held(0.0, self.gradients, 0.0)
-        if forward:
-            held = self._forward(number, micro)
-            return held if begun else held._replace(gradients=0.0)
-        return self._backward(number, micro)
+        return self._forward(number, micro) if forward else self._backward(number, micro)
+
+    def in_stage(self, number: int, forward: bool, ready: Ready) -> Held:
+        """At a block's forward or backward in a pipeline: units stay whole once they were gathered, and whole gradients
+        are summed until the step's end; what lies in no unit has buckets, as where weights are replicated."""
+        if self.shards == 1:
+            return Held(0.0, self.gradients, 0.0)
+        gathered, made = (
+            sum(map(sums.within, spans)) for sums, spans in ((self.wholes, ready.gathered), (self.mades, ready.through))
+        )
+        buffer, first = 0.0, ready.own not in ready.through
+        if ready.own not in ready.gathered:
+            gathered += self.wholes.within(range(ready.own.start, number + 1))
+            buffer = self.whole.get(number, 0.0)
+        if first and not forward:
+            made += self.mades.within(range(number + 1, ready.own.stop))
+        new = first and not forward and self.unit[number] != ROOT
+        return Held(gathered, self.buckets + made, buffer, new)
+
+    @cached_property
+    def buckets(self) -> float:
+        """Bytes of gradients of what lies in no unit, in a pipeline."""
+        return sum(w.numel for w, unit in self.held if unit == ROOT and w.trains) * self.states.gradient
 
     @property
     def accumulates(self) -> bool:
@@ -137,7 +166,7 @@ class Sharded:
     def _forward(self, number: int, micro: int) -> Held:
         """The root, what was gathered before, this block, and the buffer that it was gathered in."""
         unit = self.unit[number]
-        stay = self.staged or self.candidate.shard_level < 3
+        stay = self.candidate.shard_level < 3
         here = self.whole[unit] * (unit != ROOT)
         if stay:
             here = self.wholes.all if micro else self.wholes.upto(number)
@@ -153,12 +182,12 @@ class Sharded:
 
     def _backward(self, number: int, micro: int) -> Held:
         """The root, this block or all, the unit that is fetched ahead; what is reduced, and what waits for it."""
-        stay = self.staged or self.candidate.shard_level < 3
+        stay = self.candidate.shard_level < 3
         own, last = self.unit[number], micro == self.candidate.accumulation - 1
-        reduces = not self.accumulates or (last and not self.staged)
+        reduces = not self.accumulates or last
         here = self.whole[own] * (own != ROOT)
         if stay:
-            here = self.wholes.upto(number) if last and not self.staged else self.wholes.all
+            here = self.wholes.upto(number) if last else self.wholes.all
         gathered = self.whole[ROOT] + here
         earlier, later = bisect_left(self.units, number), bisect_right(self.units, number)
         ahead = self.whole[self.units[earlier - 1]] if earlier and not stay else 0.0
@@ -213,7 +242,8 @@ class Sharded:
             return {"replicate": self.gradients} if self.candidate.mesh.replicate > 1 else {}
         micros = self.candidate.accumulation
         stay = self.staged or self.candidate.shard_level < 3
-        gathers = {unit: 1 if stay else micros * (1 + (unit != ROOT)) for unit in self.whole}
+        again = frozenset[int]() if stay else self.gathered_again
+        gathers = {unit: (1 if stay else micros) * (1 + (unit in again)) for unit in self.whole}
         gathered = sum(whole * gathers[unit] for unit, whole in self.whole.items())
         reduced = sum(self.sent.values()) * (1 if self.accumulates else micros)
         found = {"shard": gathered + reduced}
@@ -223,6 +253,13 @@ class Sharded:
         if self.candidate.mesh.replicate > 1:
             found["replicate"] = sum(self.mine.values())
         return {axis: nbytes for axis, nbytes in found.items() if nbytes}
+
+    @cached_property
+    def gathered_again(self) -> frozenset[int]:
+        """The units that are gathered in a backward: those that a gradient comes to, and the one before them all, which
+        FSDP2 fetches ahead without asking whether it is needed (FSDPParamGroup._backward_prefetch)."""
+        first = next((at for at, unit in enumerate(self.units) if self.blocks[unit].learns), len(self.units))
+        return frozenset(self.units[max(0, first - 1) :])
 
     def updating(self) -> Held:
         """While the optimizer runs."""

@@ -7,27 +7,72 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.core.errors import ModelError
 from shoal.parallel.shapes import shapes_only
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose gradient is the all-reduced gradient."""
+class _Normalise(torch.autograd.Function):
+    """(input - mean) / deviation over all ranks' rows, times ``weight`` plus ``bias``, [B, C, ...] to the same shape;
+    and the mean, the variance and the number of rows, [C], [C] and [1]. Collective, backward too.
+
+    Keeps its input and a few figures of each channel, as one device's kernel does. ``share``: of this rank's rows in
+    the batch, 1 or 0 (padding). Gradient: Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: GlobalBatchNorm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims, shape = _dims(input)
+        wide, share = _wide(input), 0.0 if norm.padding else 1.0
+        rows = wide.new_full((1,), share * input.numel() / input.shape[1])
+        own_variance, own_mean = torch.var_mean(wide, dims, correction=0)
+        total = torch.cat([own_mean * rows, rows])
+        dist.all_reduce(total, group=norm.group)
+        number = total[-1:]
+        mean = total[:-1] / number
+        squares = rows * (own_variance + (own_mean - mean) ** 2)  # Chan et al., 1979: about the mean of all
+        dist.all_reduce(squares, group=norm.group)
+        variance = squares / number
+        inverse = torch.rsqrt(variance + norm.eps)
+        normal = (wide - mean.view(shape)).mul_(inverse.view(shape))
+        if weight is not None and bias is not None:
+            normal.mul_(weight.view(shape)).add_(bias.view(shape))
+        ctx.save_for_backward(input, weight, mean, inverse, number)
+        ctx.group, ctx.share = norm.group, share
+        ctx.mark_non_differentiable(mean, variance, number)
+        return normal.to(input.dtype), mean, variance, number
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0].contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight, mean, inverse, number = ctx.saved_tensors
+        dims, shape = _dims(input)
+        grad, wide = _wide(grads[0]), _wide(input)
+        made = (wide - mean.view(shape)).mul_(grad)
+        sums = torch.cat([grad.sum(dims), made.sum(dims) * inverse])
+        by_bias, by_weight = sums.clone().chunk(2)
+        dist.all_reduce(sums, group=ctx.group)
+        ahead, along = (sums * (ctx.share / number)).chunk(2)
+        torch.sub(wide, mean.view(shape), out=made)  # anew, so that no second tensor of its size is there
+        made.mul_((along * inverse).view(shape)).add_(ahead.view(shape))
+        torch.sub(grad, made, out=made)
+        made.mul_((inverse if weight is None else inverse * weight).view(shape))
+        if weight is None:
+            return made.to(input.dtype), None, None, None
+        return made.to(input.dtype), by_weight.to(weight.dtype), by_bias.to(weight.dtype), None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _dims(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """All dimensions but the channels', and the shape in which a figure of each channel goes with all rows."""
+    return [0, *range(2, tensor.dim())], [1, -1, *[1] * (tensor.dim() - 2)]
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -43,22 +88,11 @@ class GlobalBatchNorm(_BatchNorm):
         """Normalise (B, C, ...) over all dimensions but C, and over the ranks. Collective in training mode."""
         if not (self.training or self.running_mean is None) or shapes_only(input):
             return super().forward(input)
-        dims = [0, *range(2, input.dim())]
-        weight = 0.0 if self.padding else 1.0
-        wide = input.double() if input.dtype == torch.float64 else input.float()
-        count = wide.new_full((1,), weight * input.numel() / input.shape[1])
-        sums = _SumOverRanks.apply(torch.cat([wide.sum(dims) * weight, count]), self.group)
-        total, number = sums[:-1], sums[-1]
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        mean = total / number
-        centred = wide - mean.view(shape)
-        squares = _SumOverRanks.apply((centred * centred).sum(dims) * weight, self.group)
-        variance = squares / number
-        self._track(mean.detach(), variance.detach(), number.detach())
-        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal.to(input.dtype)
+        normal, mean, variance, number = _Normalise.apply(
+            input, self.weight if self.affine else None, self.bias if self.affine else None, self
+        )
+        self._track(mean, variance, number)
+        return normal
 
     def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
         if not self.training or self.running_mean is None or self.running_var is None:
