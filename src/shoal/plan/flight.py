@@ -78,6 +78,29 @@ def alone(micro_batches: int) -> Flights:
     return _Hand((0,), 1).flights([Action(0, kind, micro) for micro in unlike for kind in ("F", "B")])
 
 
+def in_flight(schedule: str | None, pipeline: int, chunks: int, micro_batches: int, rank: int) -> tuple[int, ...]:
+    """Of each chunk of a pipeline's rank, the micro-batches that wait for their backward, or for its second half, when
+    the rank has most of them (techniques: each schedule's own order)."""
+    micro = micro_batches
+    behind, width = pipeline - 1 - rank, micro // max(1, micro // pipeline)
+    match schedule:
+        case None:
+            return (1,)
+        case "1f1b":
+            return (min(micro, behind + 1),)
+        case "zbv":
+            return min(micro, 2 * behind + 1 + rank), min(micro, rank + 1)
+        case "dualpipev":
+            return min(micro, 2 * behind + 2 + rank), rank + 1
+        case "interleaved-1f1b" | "interleaved-zero-bubble":
+            ahead = 2 * behind + 1 if schedule == "interleaved-1f1b" else pipeline
+            turns, rest = divmod(min((chunks - 1) * width + ahead, micro * chunks), width)
+            return tuple(
+                width * len(range(chunk, turns, chunks)) + rest * (turns % chunks == chunk) for chunk in range(chunks)
+            )
+    return (micro,) * chunks
+
+
 class _Hand:
     """The counts while a list is played: each change is noted, and summed up at the end."""
 

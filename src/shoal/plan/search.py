@@ -20,8 +20,10 @@ import numpy as np
 from shoal.cluster.facts import Cluster
 from shoal.plan import balance
 from shoal.plan.candidate import Candidate, Cost, Memory
+from shoal.plan.flight import in_flight
 from shoal.plan.memory import holding, ranks, recomputed
 from shoal.plan.mesh import Mesh
+from shoal.plan.messages import UNDER_WAY
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.sharded import alone
@@ -249,22 +251,33 @@ class Search:
 
     def least_held(self, core: Core, starts: tuple[int, ...]) -> float:
         """Bytes that all of a pipeline's ranks hold at least at their fullest moments, however weights are held: what
-        waits for backward, with what came in for it from another rank, or at the step's end whole gradients; and whole
-        weights, which shards are gathered to as long as a pipeline runs."""
+        waits for backward, with what came in for it from another rank and the gradient that came back first; or at the
+        step's end whole gradients and the last messages; and whole weights, which shards are gathered to as long as a
+        pipeline runs."""
         left = np.add.reduceat(self.left(core), starts)
+        if core.pipeline == 1:
+            return float(left.sum()) + self.cluster.device.reserved_bytes
         if core.schedule in HALVES:
             left[-1] -= self.left(core)[-1]  # what the loss keeps is given up with the first half
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
+        back = np.zeros(core.stages + 1)  # gradients into each stage from the one after, of a micro-batch
+        message = np.full(core.pipeline, math.inf)  # the least that a rank sends or receives
         for stage, start in enumerate(starts[1:], 1):
-            left[stage] += blocks[start].carried_bytes * core.micro_batch * (place[stage] != place[stage - 1])
+            back[stage] = blocks[start].crossing(core.micro_batch)[1]
+            if place[stage] != place[stage - 1]:
+                left[stage] += blocks[start].carried_bytes * core.micro_batch
+                message[place[stage - 1 : stage + 1]] = np.minimum(message[place[stage - 1 : stage + 1]], back[stage])
         waits = np.zeros(core.pipeline)
         for rank in range(core.pipeline):
             stages = [stage for stage, at in enumerate(place) if at == rank]
-            waits[rank] = left[stages] @ in_flight(core, rank)
-        weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
-        held = np.maximum(waits, gradients * (core.accumulation > 1)) + weights
-        return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
+            waits[rank] = (
+                left[stages] @ in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)
+                + back[stages[-1] + 1]
+            )
+        weights, gradients = self.units(core, starts, place)
+        ends = gradients * (core.accumulation > 1) + message * min(core.accumulation, UNDER_WAY)
+        return float((np.maximum(waits, ends) + weights).sum()) + self.cluster.device.reserved_bytes * core.pipeline
 
     def units(self, core: Core, starts: tuple[int, ...], place: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(ranks,): bytes of weights in the blocks that are gathered by themselves, as long as a pipeline runs, and of
@@ -359,7 +372,7 @@ def _needs(
         mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
         states = held[rank].weights + held[rank].gradients + held[rank].optimizer
         per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
-        flights = sum(in_flight(core, rank)) / core.chunks
+        flights = sum(in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)) / core.chunks
         grows = states + flights * sum(kept[part].sum() for part in mine)
         needs.append(balance.spans(numels * per_weight + kept * flights))
         room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
@@ -370,26 +383,3 @@ def _left(block: Block, recomputes: bool, core: Core) -> float:
     held = holding(block)
     sample, fixed = held.passed if recomputes else held.kept
     return sample * core.micro_batch + fixed
-
-
-def in_flight(core: Core, rank: int) -> tuple[int, ...]:
-    """Of each chunk of a pipeline's rank, the micro-batches that wait for their backward, or for its second half, when
-    the rank has most of them (techniques: each schedule's own order)."""
-    pipeline, chunks, micro = core.pipeline, core.chunks, core.accumulation
-    behind, width = pipeline - 1 - rank, micro // max(1, micro // pipeline)
-    match core.schedule:
-        case None:
-            return (1,)
-        case "1f1b":
-            return (min(micro, behind + 1),)
-        case "zbv":
-            return min(micro, 2 * behind + 1 + rank), min(micro, rank + 1)
-        case "dualpipev":
-            return min(micro, 2 * behind + 2 + rank), rank + 1
-        case "interleaved-1f1b" | "interleaved-zero-bubble":
-            ahead = 2 * behind + 1 if core.schedule == "interleaved-1f1b" else pipeline
-            turns, rest = divmod(min((chunks - 1) * width + ahead, micro * chunks), width)
-            return tuple(
-                width * len(range(chunk, turns, chunks)) + rest * (turns % chunks == chunk) for chunk in range(chunks)
-            )
-    return (micro,) * chunks
