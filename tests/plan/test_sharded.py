@@ -48,3 +48,16 @@ def test_a_block_that_keeps_nothing_holds_what_its_own_operations_still_read() -
     assert (first.kept, first.passed, second.kept) == ((110, 0), (10, 0), (0, 0))
     assert first.forward == (Moment(1110),) and first.bare == (Moment(1100),)
     assert first.backward == (Moment(100),)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(shard=2), Mesh(replicate=2)])
+def test_a_weight_of_two_names_in_two_blocks_is_held_once(mesh: Mesh) -> None:
+    """A table that is the head too, named apart in each: 70 numbers of blocks and 100 of it."""
+    first, *middle, last = BLOCKS
+    table, head = (Weight(name, 100, 10, True, 1, False, "table") for name in ("words", "head"))
+    tied = MODEL.model_copy(
+        update={"blocks": (first._replace(weights=(table,)), *middle, last._replace(weights=(head,)))}
+    )
+    held = Sharded(tied, Candidate(mesh, 1, 1, states=States(4, 0, 4, 8)), range(5))
+    assert held.weights == 4 * 170 / mesh.shard and held.gradients == 4 * 170 / mesh.shard
+    assert held.gradients_of(range(5)) == 4 * 170

@@ -7,7 +7,7 @@ from shoal.cluster.facts import Cluster, Link
 from shoal.plan.candidate import Candidate
 from shoal.plan.from_blueprint import profile
 from shoal.plan.mesh import Mesh
-from shoal.plan.profile import Block, Op, Profile
+from shoal.plan.profile import Block, Op, Profile, Traffic
 from shoal.plan.time import Prices
 from shoal.verify.foretold import work
 
@@ -42,3 +42,21 @@ def test_tables_that_are_handed_on_are_priced_on_their_way_and_not_back():
     assert 4 * sum(times[0].sends) == work(made, candidate, 0)[1]["pipeline"]
     exact, closed = (prices.price(candidate, exact=exact) for exact in (True, False))
     assert exact.pipeline_s > 4 * times[0].send and closed.pipeline_s == pytest.approx(4 * sum(times[0].sends) / 2)
+
+
+def test_what_is_gathered_to_be_sent_on_is_priced():
+    """10 bytes a sample in parts on two tensor ranks, and 3 a pass within the first stage: half of each moves."""
+    op = Op("op", "memory", 1, 1, 1, 0, 0, 0, 0, 2, 1)
+    traffic = (Traffic("tensor", "all_gather", "forward", 0.0, fixed_bytes=3.0),)
+    first = Block("a", "a", True, (op,), traffic, (), 10.0, 10.0)
+    made = Profile(
+        name="m",
+        tensor=2,
+        blocks=(first, Block("b", "b", True, (op,), (), (), 10.0, 10.0, gathered_bytes=10.0)),
+        model_flops=1.0,
+    )
+    candidate = Candidate(Mesh(pipeline=2, tensor=2), 2, 4, starts=(0, 1), schedule="1f1b")
+    assert work(made, candidate, 0)[1]["tensor"] == 4 * (2 * 10 + 3)
+    prices = Prices(made, SECONDS)
+    assert prices.stages(candidate)[0].forward.tensor == pytest.approx((2 * 10 + 3) / 2)
+    assert prices.price(candidate).tensor_s == pytest.approx(4 * (2 * 10 + 3) / 2)

@@ -109,6 +109,7 @@ class _Maker:
         grows = handed & self.of_input
         self.handed = blueprint.there(grows), blueprint.there(handed - grows)
         self.returned = blueprint.there(self.learned.intersection(blueprint.first_maker))
+        self.lying = blueprint.there(set(self.local.splits).intersection(blueprint.first_maker))
 
     def cut(self, units: Sequence[str]) -> list[_Span]:
         """The blocks: from each unit's first operation to the next one's; the last has the loss."""
@@ -201,11 +202,13 @@ class _Maker:
                 carried / self.samples, carried / self.samples, buffers, held[number], unit=span.path in self.listed,
                 handed_bytes=self.handed_bytes(span.begin) if number else (0.0, 0.0),
                 returned_bytes=self.returned[span.begin] / self.samples if number else 0.0,
+                gathered_bytes=self.lying[span.begin] / self.samples if number else 0.0,
             ))  # fmt: skip
         kinds: dict[object, str] = {}
         for number, block in enumerate(made):
             key = (block.ops, block.traffic, tuple(w._replace(name="") for w in block.weights), block.repeated,
-                   block.unit, block.carried_bytes, block.returned_bytes)  # fmt: skip
+                   block.unit, block.carried_bytes, block.returned_bytes,
+                   block.gathered_bytes)  # fmt: skip
             kind = self.blueprint.modules.get(block.path, "model")
             made[number] = block._replace(kind=kinds.setdefault(key, f"{kind} {len(kinds)}"))
         return tuple(made)
@@ -267,7 +270,8 @@ class _Maker:
         last = max((n for n in own if self.operations[n].kept or self.operations[n].parameters), default=-1)
         return tuple(
             Traffic(
-                "tensor", move.collective, move.phase, move.bytes / self.samples,
+                "tensor", move.collective, move.phase, move.bytes / self.samples * move.of_input,
+                fixed_bytes=move.bytes * (not move.of_input),
                 repeats=number < last or (number == last and move.collective == "all_gather"),
             )
             for number in range(span.begin, span.end)

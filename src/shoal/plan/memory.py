@@ -189,9 +189,15 @@ class _Stage:
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
 
     @cached_property
+    def gathered(self) -> float:
+        """Bytes that go on of what lies in parts on the tensor ranks, gathered for it."""
+        return 0.0 if self.last else self.profile.blocks[self.numbers.stop].gathered_bytes * self.samples
+
+    @cached_property
     def plain(self) -> float:
-        """Bytes that leave of what has no gradient, though it depends on (frozen) weights: the backward needs none."""
-        return self.leaving - self.returning
+        """Bytes that go on and that only the stage's outputs keep: of what has no gradient, though it depends on
+        (frozen) weights, and gathered copies of parts."""
+        return self.leaving - self.returning + self.gathered
 
     @cached_property
     def returning(self) -> float:
@@ -281,7 +287,10 @@ class _Rank:
             return 0.0, self.fullest(stage, True, head.micro, ready)
         if head.kind == "B" or (head.kind == "W" and stage.first):
             live = self.fullest(stage, False, head.micro, ready)
-            return stage.returning - stage.kept, live  # what was handed on stays until the backward's end
+            return (
+                stage.returning - stage.gathered - stage.kept,
+                live,
+            )  # what was handed on stays until the backward's end
         return 0.0, self.half(stage, head.kind == "I", ready)
 
     def half(self, stage: _Stage, first: bool, ready: Ready) -> _Live:

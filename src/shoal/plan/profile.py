@@ -55,7 +55,7 @@ class Op(NamedTuple):
 class Traffic(NamedTuple):
     """A collective among ranks that read the same samples. ``bytes``: of the whole buffer, per sample and pass.
     ``copies``: of each row, to as many ranks (experts per token): a node needs one of them. ``repeats``: where of the
-    forward, it is sent again as its block is recomputed."""
+    forward, it is sent again as its block is recomputed. ``fixed_bytes``: per pass, whatever the samples."""
 
     axis: ActivationAxis
     collective: str
@@ -63,6 +63,7 @@ class Traffic(NamedTuple):
     bytes: float
     copies: int = 1
     repeats: bool = True
+    fixed_bytes: float = 0
 
 
 class Weight(NamedTuple):
@@ -114,7 +115,8 @@ class Block(NamedTuple):
     """A place to cut, up to the next. ``kind``: blocks of one kind cost the same. ``repeated``: one of the model's
     repeated blocks, which may be recomputed. ``carried_bytes``: per sample, what crosses a cut before it, one way.
     ``handed_bytes``: (per sample, fixed) what crosses besides, forward only, as it needs no gradient.
-    ``returned_bytes``: per sample, the gradients that cross it back; None: of all that is carried.
+    ``returned_bytes``: per sample, the gradients that cross it back; None: of all that is carried. ``gathered_bytes``:
+    per sample, of what crosses, that lies in parts on the tensor ranks (shared positions) and is gathered to be sent.
     ``input_bytes``: per sample, what is kept in place of all else where the block is recomputed. ``buffer_bytes``: of
     the model's buffers in it. ``waits``: kernels of a forward whose start waits for the device, which the host then
     cannot hide (after it has read how many rows each expert gets). ``holding``: None where only the operations' kept
@@ -137,6 +139,7 @@ class Block(NamedTuple):
     unit: bool | None = None
     handed_bytes: tuple[float, float] = (0, 0)
     returned_bytes: float | None = None
+    gathered_bytes: float = 0
 
     @property
     def learns(self) -> bool:

@@ -89,7 +89,7 @@ class Sharded:
         held: dict[str, tuple[Weight, int]] = {}
         for number, block in blocks.items():
             for weight in block.weights:
-                held[weight.name] = weight, ROOT if weight.tie else self.unit[number]
+                held[weight.tie or weight.name] = weight, ROOT if weight.tie else self.unit[number]
         self.held = list(held.values())
         sharded = self.shards > 1
         local = [self.local(weight, unit) for weight, unit in self.held]
@@ -211,8 +211,12 @@ class Sharded:
         first: dict[str, int] = {}
         for number in self.order:
             for weight in self.blocks[number].weights:
-                first.setdefault(weight.name, number)
-        return [(first[weight.name], weight.numel * weight.trains) for weight, unit in self.held if unit == ROOT]
+                first.setdefault(weight.tie or weight.name, number)
+        return [
+            (first[weight.tie or weight.name], weight.numel * weight.trains)
+            for weight, unit in self.held
+            if unit == ROOT
+        ]
 
     def reducing(self, number: int, micro: int) -> Held | None:
         """At the end of a block's backward, where its gradients are copied and sent; None where they are not."""
@@ -232,7 +236,7 @@ class Sharded:
 
     def gradients_of(self, numbers: Iterable[int]) -> float:
         """Bytes of the gradients of some blocks' weights."""
-        weights = {w.name: w.numel for n in numbers for w in self.blocks[n].weights if w.trains}
+        weights = {w.tie or w.name: w.numel for n in numbers for w in self.blocks[n].weights if w.trains}
         return sum(weights.values()) * self.states.gradient
 
     def traffic(self) -> dict[str, float]:

@@ -98,7 +98,7 @@ class Prices:
         """What one step costs. ``exact``: play the pipeline; else its closed form, which is exact for equal stages."""
         micro, mesh = candidate.accumulation, candidate.mesh
         stages, place = self._cut(candidate)
-        works = [self._work(part, candidate) for part in stages]
+        works = self._works(stages, candidate)
         ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
         for stage, rank in enumerate(place):
             ranks[rank].append(stage)
@@ -129,7 +129,19 @@ class Prices:
 
     def stages(self, candidate: Candidate) -> list[Work]:
         """Seconds of one micro-batch on every stage."""
-        return [self._work(part, candidate) for part in self._cut(candidate)[0]]
+        return self._works(self._cut(candidate)[0], candidate)
+
+    def _works(self, stages: list[Part], candidate: Candidate) -> list[Work]:
+        """One micro-batch on every stage; what lies in parts on the tensor ranks is gathered to be sent on."""
+        works = [self._work(part, candidate) for part in stages]
+        if candidate.mesh.pipeline > 1 and candidate.mesh.tensor > 1:
+            where = self._span("tensor", candidate)
+            for stage, start in enumerate(candidate.starts[1:]):
+                forward = works[stage].forward
+                nbytes = self.profile.blocks[start].gathered_bytes * candidate.micro_batch
+                more = where.seconds("all_gather", nbytes) if nbytes else 0.0
+                works[stage] = works[stage]._replace(forward=forward._replace(tensor=forward.tensor + more))
+        return works
 
     def _cut(self, candidate: Candidate) -> tuple[list[Part], list[int]]:
         """The stages' parts, and the pipeline coordinate of each."""
@@ -220,7 +232,7 @@ class Prices:
         found = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
         for traffic in sendings(block, phase):
             where = self._span(traffic.axis, candidate)
-            nbytes = traffic.bytes * candidate.micro_batch
+            nbytes = traffic.bytes * candidate.micro_batch + traffic.fixed_bytes
             found[traffic.axis] += where.seconds(traffic.collective, nbytes, traffic.copies)
         return found["tensor"], found["context"], found["expert"]
 

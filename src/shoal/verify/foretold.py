@@ -62,7 +62,7 @@ def work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[s
     for number in numbers:
         for phase in ("forward", "backward", *(["again"] if number in again else [])):
             for each in sendings(made.blocks[number], phase):
-                traffic[each.axis] += each.bytes * samples
+                traffic[each.axis] += each.bytes * samples + each.fixed_bytes * candidate.accumulation
     for stage in stages:
         inside = (stage - 1 in stages, stage + 1 in stages)
         ends = [
@@ -71,6 +71,8 @@ def work(made: Profile, candidate: Candidate, place: int) -> tuple[float, dict[s
             if 0 < at < len(starts) - 1 and not here
         ]
         traffic["pipeline"] += sum(ends) * candidate.accumulation
+        if stage + 1 < len(starts) - 1:
+            traffic["tensor"] += made.blocks[starts[stage + 1]].gathered_bytes * samples
     for axis, nbytes in Sharded(made, candidate, numbers).traffic().items():
         traffic[axis] += nbytes
     return flops, {axis: nbytes for axis, nbytes in traffic.items() if nbytes}
