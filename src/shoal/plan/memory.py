@@ -197,7 +197,12 @@ class _Stage:
     def plain(self) -> float:
         """Bytes that go on and that only the stage's outputs keep: of what has no gradient, though it depends on
         (frozen) weights, and gathered copies of parts."""
-        return self.leaving - self.returning + self.gathered
+        return self.leaving - self.shared
+
+    @cached_property
+    def shared(self) -> float:
+        """Bytes that go on and that its backward needs too."""
+        return self.returning - self.gathered
 
     @cached_property
     def returning(self) -> float:
@@ -287,10 +292,7 @@ class _Rank:
             return 0.0, self.fullest(stage, True, head.micro, ready)
         if head.kind == "B" or (head.kind == "W" and stage.first):
             live = self.fullest(stage, False, head.micro, ready)
-            return (
-                stage.returning - stage.gathered - stage.kept,
-                live,
-            )  # what was handed on stays until the backward's end
+            return stage.shared - stage.kept, live  # what the stage kept it uses up; its outputs stay until the end
         return 0.0, self.half(stage, head.kind == "I", ready)
 
     def half(self, stage: _Stage, first: bool, ready: Ready) -> _Live:
