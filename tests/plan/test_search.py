@@ -13,11 +13,12 @@ from shoal.cluster import presets
 from shoal.cluster.facts import Cluster, Device, Link
 from shoal.plan import balance
 from shoal.plan.candidate import States
+from shoal.plan.flight import in_flight
 from shoal.plan.memory import ranks
 from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Op, Profile, Weight
 from shoal.plan.schedule import SCHEDULES, conflicts
-from shoal.plan.search import Found, Search, Waiting, in_flight
+from shoal.plan.search import Found, Search, Waiting
 from shoal.plan.shapes import Shape, Split
 from shoal.plan.simulate import StageTime, play
 from shoal.plan.space import Core, Question, Spread, candidate, divisors, schedules, spreads
@@ -128,12 +129,12 @@ def bare(weight: int = 0, kept: float = 0.0, carried: float = 0.0, trains: bool 
 
 @pytest.mark.parametrize(
     "model, least",
-    [(bare(carried=1e6), 0.75), (bare(kept=1e6), 0.8), (bare(weight=64 * 10**4), 0.85)],
+    [(bare(carried=1e6), 0.65), (bare(kept=1e6), 0.9), (bare(weight=64 * 10**4), 0.85)],
     ids=["what crosses cuts", "what waits for backward", "whole weights and gradients"],
 )
 def test_the_bound_says_nearly_all_where_one_kind_of_memory_is_all_there_is(model: Profile, least: float) -> None:
     """Sent and received buffers, kept activations, or gathered weights: twice any of them would be more than is held,
-    half of it too little to drop what cannot fit."""
+    half of it too little to drop what cannot fit. (Of messages under way a few are left to the play of the list.)"""
     of = Search(lambda degree, sequence: model, cluster(8), Question(8, 32, "bf16", BF16, most_tensor=1))
     shares = []
     for core in of.cores():
@@ -164,18 +165,15 @@ def test_more_memory_is_asked_for_without_pricing_anew(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_more_chunks_are_said_to_wait_than_do_when_the_schedule_is_played(schedule: str) -> None:
+def test_as_many_chunks_are_said_to_wait_as_do_when_the_schedule_is_played(schedule: str) -> None:
     """Of ZB-V with fewer micro-batches than ranks too many were: plans that fit were dropped unpriced."""
-    short = 0
     for pipeline, chunks, micro in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 6, 8, 16)):
         if conflicts(schedule, pipeline, chunks, micro):
             continue
         waiting = play(schedule, pipeline, chunks, micro, [StageTime(1, 2, 1)] * (pipeline * chunks)).chunks
         for rank, most in enumerate(waiting):
-            said = in_flight(Core(pipeline, 1, False, 1, 1, micro, schedule, chunks, "none"), rank)
-            assert said <= most, (pipeline, chunks, micro, rank)
-            short += most - said
-    assert short == 0 or schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+            said = in_flight(schedule, pipeline, chunks, micro, rank)
+            assert sum(said) == most, (pipeline, chunks, micro, rank)
 
 
 def test_ranks_are_left_out_once_those_before_are_too_full_together() -> None:

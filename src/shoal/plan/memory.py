@@ -9,15 +9,17 @@ replicated, FSDP2's gathered units and reduce-scatter inputs where they are shar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from shoal.cluster.facts import Device
 from shoal.plan.candidate import Candidate, Memory
+from shoal.plan.flight import Flights, Head, alone, flights
 from shoal.plan.profile import Block, Holding, Moment, Profile
 from shoal.plan.ranks import rank_of, rank_stages
-from shoal.plan.schedule import Action, Overlap, action_lists
 from shoal.plan.sharded import Held, Ready, Sharded
 
 RANDOM_STATE_BYTES = 5056  # what checkpointing keeps of the CPU's generator, per recomputed block (torch.get_rng_state)
@@ -65,6 +67,16 @@ class _Live(NamedTuple):
         return self.activations + self.logits + self.held.total
 
 
+class _Beside(NamedTuple):
+    """A moment of a step: bytes in all; of them what lies beside the stage at work, that but what was received, and the
+    buffers of what was; and the stage's own."""
+
+    total: float
+    others: float
+    received: float
+    live: _Live
+
+
 class _Stage:
     """A run of blocks on one rank, for micro-batches of ``samples``."""
 
@@ -75,7 +87,8 @@ class _Stage:
         self.left = {number: self.leaves(number) for number in numbers}
         self.kept = sum(self.left.values())
         self.first, self.last = 0 in numbers, len(profile.blocks) - 1 in numbers
-        self.next_here = self.previous_here = False  # neighbours on this rank take values without a copy
+        self.next_here = False  # what comes back from a neighbour on this rank lies in no buffer
+        self.apart = 0.0  # bytes of weights' gradients that second halves of backwards make beside the buckets
 
     def bytes(self, pair: tuple[float, float]) -> float:
         return pair[0] * self.samples + pair[1]
@@ -167,13 +180,13 @@ class _Stage:
 
     @cached_property
     def through(self) -> float:
-        """Of these what passes through, of which a copy goes on."""
+        """Of these what passes through, of which a copy goes on, which lies here until the backward's end."""
         return min(self.handed_in, self.handed_out)
 
     @cached_property
-    def handed(self) -> float:
-        """Of these what the stage made, and keeps for its own backward too."""
-        return self.handed_out - self.through
+    def back(self) -> float:
+        """Bytes of gradients that go to the stage before."""
+        return 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
 
     @cached_property
     def gathered(self) -> float:
@@ -181,21 +194,15 @@ class _Stage:
         return 0.0 if self.last else self.profile.blocks[self.numbers.stop].gathered_bytes * self.samples
 
     @cached_property
-    def returns(self) -> float:
-        """Bytes of gradients that are sent to the stage before."""
-        back = 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
-        return back * (not self.previous_here)
-
-    @cached_property
-    def sends(self) -> float:
-        """Bytes that are sent to the stage after, of what its backward needs too."""
-        return (self.returning - self.gathered) * (not self.next_here)
-
-    @cached_property
     def plain(self) -> float:
-        """Bytes that are sent there and that nothing else keeps: of what has no gradient, though it depends on (frozen)
-        weights, and gathered copies of parts."""
-        return (self.leaving - self.returning + self.gathered) * (not self.next_here)
+        """Bytes that go on and that only the stage's outputs keep: of what has no gradient, though it depends on
+        (frozen) weights, and gathered copies of parts."""
+        return self.leaving - self.shared
+
+    @cached_property
+    def shared(self) -> float:
+        """Bytes that go on and that its backward needs too."""
+        return self.returning - self.gathered
 
     @cached_property
     def returning(self) -> float:
@@ -206,6 +213,19 @@ class _Stage:
     def leaving(self) -> float:
         """Bytes that go to the stage after."""
         return 0.0 if self.last else self.profile.blocks[self.numbers.stop].carried_bytes * self.samples
+
+    @cached_property
+    def held(self) -> tuple[float, ...]:
+        """Bytes of each of HELD, of one micro-batch."""
+        whole, came = self.kept + self.through + self.plain, self.entering + self.handed_in
+        sent = self.leaving + self.handed_out
+        halved = whole + self.between - self.after_weights
+        return whole, halved, came, self.returning, sent, self.back, self.apart
+
+    @cached_property
+    def received(self) -> tuple[float, ...]:
+        """Of these what lies in buffers of what came from other ranks."""
+        return 0.0, 0.0, self.entering + self.handed_in, self.returning * (not self.next_here), 0.0, 0.0, 0.0
 
 
 def holding(block: Block) -> Holding:
@@ -232,77 +252,54 @@ class _Rank:
         spans = {stage: range(starts[stage], starts[stage + 1]) for stage in stages}
         self.stages = {s: _Stage(profile, span, candidate.micro_batch, chosen) for s, span in spans.items()}
         for number, stage in self.stages.items():
-            stage.next_here, stage.previous_here = number + 1 in self.stages, number - 1 in self.stages
+            stage.next_here = number + 1 in self.stages
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
-        self._fullest: dict[tuple, tuple[float, _Live]] = {}
-        self._halves: dict[tuple[bool, Ready], tuple[float, _Live]] = {}
+        if candidate.mesh.shard == 1:
+            for stage in self.stages.values():
+                stage.apart = self.model.gradients_of(stage.numbers)
 
-    def actions(self) -> list[Action]:
-        """The step's, in order."""
-        count = self.candidate.accumulation
-        if self.candidate.mesh.pipeline == 1:
-            unlike = sorted({0, min(1, count - 1), count - 1})  # the others are as the second
-            return [Action(0, kind, micro) for micro in unlike for kind in ("F", "B")]
-        schedule, mesh = self.candidate.schedule or "gpipe", self.candidate.mesh
-        lists = action_lists(schedule, mesh.pipeline, self.candidate.chunks, count)
-        return [
-            part
-            for action in lists[self.place]
-            for part in ((action.forward, action.backward) if isinstance(action, Overlap) else (action,))
-        ]
+    def flights(self) -> Flights:
+        """What is in hand at the step's actions."""
+        candidate, pipeline = self.candidate, self.candidate.mesh.pipeline
+        if pipeline == 1:
+            return alone(candidate.accumulation)
+        schedule, early = candidate.schedule or "gpipe", self.device.kernels == "cpu"
+        return flights(schedule, pipeline, candidate.chunks, candidate.accumulation, early)[self.place]
 
-    def lives(self) -> Iterator[tuple[float, float, _Live]]:
-        """The moments of the step: bytes in all, of them what lies beside the stage at work, and the stage's own. What
-        was sent to a neighbour stays until the step's end, where sends are awaited.
+    def most(self) -> _Beside:
+        """The moment of the step's passes that needs most.
 
         A backward in halves (torch.distributed.pipelining._backward) keeps the whole graph until its second one, with
         the gradients that the weights wait for; the first stage has no first half. Weights' gradients that come of
         it reach their buckets at the step's end only.
         """
-        begun: dict[tuple[int, int], float] = {}
-        apart: dict[int, float] = {}
-        waiting = sent = 0.0  # waiting: the sum of begun, kept as it changes: it may have thousands
-        gathered, through = frozenset[range](), frozenset[range]()
-        for action in self.actions():
-            stage, key = self.stages[action.stage], (action.stage, action.micro)
-            ready = Ready(stage.numbers, gathered, through)
-            own = begun.get(key, 0.0)
-            others = waiting - own + sent + sum(apart.values())
-            others += stage.sends * (action.kind != "F")
-            if action.kind in "FB" or (action.kind == "W" and stage.first):
-                total, live = self.fullest(stage, action, ready)
-                yield total + others, others, live
-            elif not stage.first:
-                total, live = self.half(stage, action.kind == "I", ready)
-                yield total + others + own, others + own, live
-            if action.kind == "F":
-                gathered |= {stage.numbers}
-                begun[key] = stage.kept - (stage.returning - stage.gathered) * stage.next_here
-                sent += stage.through * (not stage.next_here) + stage.plain
-            elif action.kind == "I" and not stage.first:
-                begun[key] = stage.kept + stage.between - stage.after_weights
-            elif action.kind in "BW":
-                begun.pop(key, None)
-                through |= {stage.numbers}
-                sent += stage.sends + stage.handed * (not stage.next_here)
-            waiting += begun.get(key, 0.0) - own
-            alone = self.candidate.mesh.shard == 1 and action.kind == "W" and not stage.first
-            if alone and action.stage not in apart:
-                apart[action.stage] = self.model.gradients_of(stage.numbers)
-            if action.kind == "B":
-                apart[action.stage] = 0.0
-            if action.kind == "B" or (action.kind == "I" and not stage.first):
-                sent += stage.returns
+        heads, head, counts = self.flights()
+        stages = list(self.stages.values())
+        own = [self.own(stages, each) for each in heads]
+        beside = counts @ np.array([stage.held for stage in stages]).T.ravel()
+        beside += np.array([other for other, _ in own])[head]
+        at = int((beside + np.array([live.total for _, live in own])[head]).argmax())
+        came = np.array([stage.received for stage in stages]).T.ravel()
+        received, live = float(counts[at] @ came), own[head[at]][1]
+        return _Beside(float(beside[at]) + live.total, float(beside[at]) - received, received, live)
 
-    def half(self, stage: _Stage, first: bool, ready: Ready) -> tuple[float, _Live]:
-        """Half a stage's backward and its bytes in all, worked out once as well."""
-        key = first, ready
-        if key not in self._halves:
-            begun = ready if first else ready._replace(through=ready.through | {ready.own})
-            held = self.model.in_stage(stage.numbers.start, not first, begun)
-            live = _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
-            self._halves[key] = live.total, live
-        return self._halves[key]
+    def own(self, stages: Sequence[_Stage], head: Head) -> tuple[float, _Live]:
+        """An action's own moment, and the bytes by which others' are more than what is held of all micro-batches."""
+        stage, spans = stages[head.chunk], [each.numbers for each in stages]
+        gathered, through = (frozenset(spans[chunk] for chunk in of) for of in (head.gathered, head.through))
+        ready = Ready(stage.numbers, gathered, through)
+        if head.kind == "F":
+            return 0.0, self.fullest(stage, True, head.micro, ready)
+        if head.kind == "B" or (head.kind == "W" and stage.first):
+            live = self.fullest(stage, False, head.micro, ready)
+            return stage.shared - stage.kept, live  # what the stage kept it uses up; its outputs stay until the end
+        return 0.0, self.half(stage, head.kind == "I", ready)
+
+    def half(self, stage: _Stage, first: bool, ready: Ready) -> _Live:
+        """Half a stage's backward."""
+        begun = ready if first else ready._replace(through=ready.through | {ready.own})
+        held = self.model.in_stage(stage.numbers.start, not first, begun)
+        return _Live("backward", stage.first_half if first else stage.second_half, 0.0, held)
 
     def held(self, number: int, forward: bool, micro: int, ready: Ready) -> Held:
         """What is held of weights and gradients at a block's pass."""
@@ -310,18 +307,11 @@ class _Rank:
             return self.model.moment(number, forward, micro)
         return self.model.in_stage(number, forward, ready)
 
-    def fullest(self, stage: _Stage, action: Action, ready: Ready) -> tuple[float, _Live]:
-        """The moment of a stage's pass that needs most and its bytes in all: the same whatever lies beside it, so
-        worked out once."""
-        forward, micro = action.kind == "F", action.micro
-        place = (micro == 0, micro == self.candidate.accumulation - 1) if self.candidate.mesh.pipeline == 1 else ready
-        key = (stage.numbers.start, forward, place)
-        if key not in self._fullest:
-            held = self.held(stage.numbers.start, forward, micro, ready)
-            nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
-            live = max(self.within(stage, forward, micro, ready), key=lambda live: live.total, default=nothing)
-            self._fullest[key] = live.total, live
-        return self._fullest[key]
+    def fullest(self, stage: _Stage, forward: bool, micro: int, ready: Ready) -> _Live:
+        """The moment of a stage's pass that needs most."""
+        held = self.held(stage.numbers.start, forward, micro, ready)
+        nothing = _Live("forward" if forward else "backward", 0.0, 0.0, held)  # of a stage that computes nothing
+        return max(self.within(stage, forward, micro, ready), key=lambda live: live.total, default=nothing)
 
     def within(self, stage: _Stage, forward: bool, micro: int, ready: Ready) -> Iterator[_Live]:
         """The fullest moments of a stage's pass, one of each block, and those at which gradients are sent."""
@@ -348,15 +338,14 @@ class _Rank:
     def memory(self) -> Memory:
         """The moment that needs most."""
         candidate = self.candidate
-        received = sum(stage.entering + stage.handed_in + stage.returning for stage in self.stages.values())
-        received *= candidate.accumulation
         passes = candidate.accumulation if candidate.mesh.pipeline > 1 else 1  # a schedule has all of them at hand
         passes = 2 * candidate.accumulation if self.device.kernels == "cpu" else passes  # the loader's windows lie here
         inputs = self.profile.input_bytes * candidate.micro_batch * passes
         buffers = sum(block.buffer_bytes for stage in self.stages.values() for block in stage.blocks.values())
         weights, optimizer = self.model.weights + buffers, self.model.optimizer
         last = _Live("optimizer", 0.0, 0.0, self.model.updating())
-        _, others, top = max([*self.lives(), (last.total, 0.0, last)], key=lambda moment: moment[0])
+        update = _Beside(last.total, 0.0, 0.0, last)
+        _, others, received, top = max(self.most(), update, key=lambda moment: moment.total)
         return Memory(
             rank=rank_of(candidate.mesh, pipeline=self.place), moment=top.moment,
             weights=weights + top.held.gathered, gradients=top.held.gradients, optimizer=optimizer,

@@ -45,34 +45,38 @@ def with_messages(lists: Sequence[Sequence[Action | Overlap]]) -> list[Entries]:
     """
     place = {part.stage: rank for rank, actions in enumerate(lists) for action in actions for part in parts(action)}
     last = len(place) - 1
-    done: set[tuple[bool, int, int]] = set()  # (forward, stage, micro)
+    forwards: list[set[int]] = [set() for _ in place]  # micro-batches that are through, by stage
+    backwards: list[set[int]] = [set() for _ in place]
     found: list[Entries] = [[] for _ in lists]
-
-    def ready(part: Action) -> bool:
-        if part.kind == "F":
-            return part.stage == 0 or (True, part.stage - 1, part.micro) in done
-        return part.kind == "W" or part.stage == last or (False, part.stage + 1, part.micro) in done
-
     waiting = {rank: deque(actions) for rank, actions in enumerate(lists) if actions}
     while waiting:
         moved = False
         for rank in list(waiting):
-            pair = parts(waiting[rank][0])
-            if not all(map(ready, pair)):
-                continue
-            moved = True
-            found[rank].append(waiting[rank].popleft())
-            if not waiting[rank]:
-                del waiting[rank]
+            entry = waiting[rank][0]
+            pair = parts(entry)
             for stage, kind, micro in pair:
-                if kind == "W":
-                    continue
-                forward = kind == "F"
-                done.add((forward, stage, micro))
-                to = stage + 1 if forward else stage - 1
-                if 0 <= to <= last and place[to] != rank:
-                    found[rank].append(Message(stage, "SEND_F" if forward else "SEND_B", micro))
-                    found[place[to]].append(Message(to, "RECV_F" if forward else "RECV_B", micro))
+                if kind == "F":
+                    if stage and micro not in forwards[stage - 1]:
+                        break
+                elif kind != "W" and stage != last and micro not in backwards[stage + 1]:
+                    break
+            else:
+                moved = True
+                found[rank].append(entry)
+                waiting[rank].popleft()
+                if not waiting[rank]:
+                    del waiting[rank]
+                for stage, kind, micro in pair:
+                    if kind == "F":
+                        forwards[stage].add(micro)
+                        if stage < last and place[stage + 1] != rank:
+                            found[rank].append(Message(stage, "SEND_F", micro))
+                            found[place[stage + 1]].append(Message(stage + 1, "RECV_F", micro))
+                    elif kind != "W":
+                        backwards[stage].add(micro)
+                        if stage and place[stage - 1] != rank:
+                            found[rank].append(Message(stage, "SEND_B", micro))
+                            found[place[stage - 1]].append(Message(stage - 1, "RECV_B", micro))
         if not moved:
             raise ConfigError("the pipeline's lists wait for each other; use another schedule")
     return found

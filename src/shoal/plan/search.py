@@ -20,7 +20,9 @@ import numpy as np
 from shoal.cluster.facts import Cluster
 from shoal.plan import balance
 from shoal.plan.candidate import Candidate, Cost, Memory
+from shoal.plan.flight import in_flight
 from shoal.plan.memory import holding, ranks, recomputed
+from shoal.plan.messages import UNDER_WAY
 from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.sharded import alone
@@ -29,6 +31,8 @@ from shoal.plan.time import Prices, straggling
 
 #: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
 USABLE = 0.95
+#: Schedules that run backwards in halves.
+HALVES = ("interleaved-zero-bubble", "zbv", "dualpipev")
 #: How often a cut that is too full is moved before the layout counts as too large.
 _MOVES = 4
 #: A core whose least is under this share of the room is taken to fit until it is priced.
@@ -248,25 +252,33 @@ class Search:
 
     def least_held(self, core: Core, starts: tuple[int, ...]) -> float:
         """Bytes that all of a pipeline's ranks hold at least at their fullest moments, however weights are held: what
-        waits for backward, or at the step's end what was sent and whole gradients; the buffers of what comes in from
-        neighbours; and whole weights, which shards are gathered to as long as a pipeline runs."""
+        waits for backward, with what came in for it from another rank and the gradient that came back first; or at the
+        step's end whole gradients and the last messages; and whole weights, which shards are gathered to as long as a
+        pipeline runs."""
         left = np.add.reduceat(self.left(core), starts)
+        if core.pipeline == 1:
+            return float(left.sum()) + self.cluster.device.reserved_bytes
+        if core.schedule in HALVES:
+            left[-1] -= self.left(core)[-1]  # what the loss keeps is given up with the first half
         place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
         blocks = self.profiles[core.tensor, core.sequence_parallel].blocks
-        received, sent = np.zeros(core.pipeline), np.zeros(core.pipeline)  # bytes of a micro-batch
+        back = np.zeros(core.stages + 1)  # gradients into each stage from the one after, of a micro-batch
+        message = np.full(core.pipeline, math.inf)  # the least that a rank sends or receives
         for stage, start in enumerate(starts[1:], 1):
+            back[stage] = blocks[start].crossing(core.micro_batch)[1]
             if place[stage] != place[stage - 1]:
-                there, back = blocks[start].crossing(core.micro_batch)
-                received[place[stage - 1 : stage + 1]] += back, there
-                sent[place[stage - 1 : stage + 1]] += blocks[start].carried_bytes * core.micro_batch, back
-        waits = [
-            in_flight(core, rank) * min(bytes for at, bytes in zip(place, left, strict=True) if at == rank)
-            for rank in range(core.pipeline)
-        ]
-        weights, gradients = self.units(core, starts, place) if core.pipeline > 1 else (0.0, 0.0)
-        ends = sent * (core.accumulation - 1) + gradients * (core.accumulation > 1)
-        held = np.maximum(waits, ends) + received * core.accumulation + weights
-        return float(held.sum()) + self.cluster.device.reserved_bytes * core.pipeline
+                left[stage] += blocks[start].carried_bytes * core.micro_batch
+                message[place[stage - 1 : stage + 1]] = np.minimum(message[place[stage - 1 : stage + 1]], back[stage])
+        waits = np.zeros(core.pipeline)
+        for rank in range(core.pipeline):
+            stages = [stage for stage, at in enumerate(place) if at == rank]
+            waits[rank] = (
+                left[stages] @ in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)
+                + back[stages[-1] + 1]
+            )
+        weights, gradients = self.units(core, starts, place)
+        ends = gradients * (core.accumulation > 1) + message * min(core.accumulation, UNDER_WAY)
+        return float((np.maximum(waits, ends) + weights).sum()) + self.cluster.device.reserved_bytes * core.pipeline
 
     def units(self, core: Core, starts: tuple[int, ...], place: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(ranks,): bytes of weights in the blocks that are gathered by themselves, as long as a pipeline runs, and of
@@ -372,7 +384,7 @@ def _needs(
         mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
         states = held[rank].weights + held[rank].gradients + held[rank].optimizer
         per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
-        flights = in_flight(core, rank) / core.chunks
+        flights = sum(in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)) / core.chunks
         grows = states + flights * sum(kept[part].sum() for part in mine)
         needs.append(balance.spans(numels * per_weight + kept * flights))
         room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
@@ -383,20 +395,3 @@ def _left(block: Block, recomputes: bool, core: Core) -> float:
     held = holding(block)
     sample, fixed = held.passed if recomputes else held.kept
     return sample * core.micro_batch + fixed
-
-
-def in_flight(core: Core, rank: int) -> int:
-    """The chunks of a pipeline's rank that wait for their backward at once, at least (techniques: each schedule's own
-    order; those of zero-bubble schedules wait for their weights' half)."""
-    pipeline, chunks, micro = core.pipeline, core.chunks, core.accumulation
-    if core.schedule is None:
-        return 1
-    width = micro // max(1, micro // pipeline)
-    most = {
-        "1f1b": pipeline - rank,
-        "interleaved-1f1b": (chunks - 1) * width + 2 * (pipeline - 1 - rank) + 1,
-        "interleaved-zero-bubble": (chunks - 1) * width + pipeline - rank,
-        "zbv": min(pipeline, micro + rank) + 1,
-        "dualpipev": 2 * pipeline,
-    }
-    return min(micro * chunks, most.get(core.schedule, micro * chunks))
