@@ -14,8 +14,9 @@ from shoal.plan.mesh import Mesh
 from shoal.plan.profile import Block, Op, Profile, Traffic, Weight
 from shoal.plan.rates import op_seconds, product_flops_per_s, stream_seconds
 from shoal.plan.shapes import Shape, Split
-from shoal.plan.time import Prices, price, straggling
+from shoal.plan.time import Prices, price
 from shoal.plan.transformer import profile
+from shoal.plan.work import straggling
 
 pytestmark = pytest.mark.unit
 DEVICE = Device(

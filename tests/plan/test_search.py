@@ -84,6 +84,20 @@ def test_what_cannot_be_faster_than_the_known_plan_of_its_mesh_is_not_priced() -
             assert each.candidate.cpu_offload == own.candidate.cpu_offload
 
 
+def test_ranks_that_share_processors_are_bounded_by_what_they_compute() -> None:
+    """Stages that wait for tensor ranks leave their processors to others, so that a step may take less than a rank's
+    passes: a bound by these would drop the best plans."""
+    on = cluster(4, inside=2e9)
+    shared = on.device.model_copy(update={"kernels": "cpu", "sharing": 2.0, "host_bytes_per_s": 1e15})
+    of = search(on.model_copy(update={"device": shared}))
+    found, wanted = of.run(1000), everything(of)
+    steps = {tuple(each.candidate.mesh.degrees.values()): each.cost.step_s for each in found.best}
+    assert steps == pytest.approx({mesh: each.cost.step_s for mesh, each in wanted.items()})
+    for core in of.cores():
+        for one in of.plans(core, of.starts(core), None, math.inf, {}):
+            assert of.bound(core) <= one.cost.step_s * (1 + 1e-9), core
+
+
 def test_no_pipeline_holds_less_than_the_bound_that_drops_it() -> None:
     of = search(cluster(4, node=2))
     tight = 1.0

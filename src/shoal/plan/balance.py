@@ -10,6 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shoal.plan.candidate import Candidate, Memory
+from shoal.plan.flight import in_flight
+from shoal.plan.profile import Profile
+from shoal.plan.ranks import stage_rank
+from shoal.plan.space import Core
+
 _ROUNDING = 1 + 1e-9  # of sums
 
 
@@ -63,3 +69,26 @@ def cut(
         end = int(begin[end])
         starts.append(end)
     return tuple(reversed(starts))
+
+
+def needs(
+    profile: Profile, core: Core, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
+) -> tuple[list[np.ndarray], list[float]]:
+    """For every stage the bytes that blocks take there, as far as they grow with blocks, and the room for them.
+
+    State goes with weights, as it does on the rank now; activations with ``kept`` bytes times the chunks in flight;
+    all else stays as it is.
+    """
+    numels = np.array([sum(weight.numel for weight in block.weights) for block in profile.blocks], float)
+    ends = [*made.starts[1:], len(numels)]
+    place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
+    needs, room = [], []
+    for rank in place:
+        mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
+        states = held[rank].weights + held[rank].gradients + held[rank].optimizer
+        per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
+        flights = sum(in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)) / core.chunks
+        grows = states + flights * sum(kept[part].sum() for part in mine)
+        needs.append(spans(numels * per_weight + kept * flights))
+        room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
+    return needs, room

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cluster.facts import Cluster
-from shoal.plan import balance
+from shoal.plan import balance, host
 from shoal.plan.candidate import Candidate, Cost, Memory
 from shoal.plan.flight import in_flight
 from shoal.plan.memory import holding, ranks, recomputed
@@ -27,7 +27,8 @@ from shoal.plan.profile import Block, Profile
 from shoal.plan.ranks import stage_rank
 from shoal.plan.sharded import alone
 from shoal.plan.space import RECOMPUTE, Core, Question, Spread, candidate, cores, degrees, spreads
-from shoal.plan.time import Prices, straggling
+from shoal.plan.time import Prices
+from shoal.plan.work import straggling
 
 #: Share of a device's memory that a plan may fill: the rest is what no model foresees (fragmentation, other processes).
 USABLE = 0.95
@@ -91,6 +92,8 @@ class Search:
                 self.refused[degree] = made
         self.prices = {key: Prices(made, cluster) for key, made in self.profiles.items()}
         self._passes: dict[tuple, np.ndarray] = {}
+        self._waits: dict[tuple, float] = {}
+        self._once: dict[bool, float] = {}
         self._bottlenecks: dict[tuple, np.ndarray] = {}
         self._cuts: dict[tuple, tuple[int, ...]] = {}
         self._left: dict[tuple, np.ndarray] = {}
@@ -155,19 +158,29 @@ class Search:
             alone = core._replace(pipeline=1, data=1, accumulation=1, schedule=None, chunks=len(starts))
             stages = self.prices[own].stages(candidate(self.question, alone, Spread(1, 1, 3, False), starts))
             self._passes[key] = np.array([(forward.total, backward.total) for forward, backward in stages])
+            self._waits[key] = sum(forward.waits + backward.waits for forward, backward in stages)
         return self._passes[key]
 
+    def once_s(self, core: Core) -> float:
+        """Seconds that each of its plans costs once a step, at least."""
+        plain = core.data == self.question.world
+        if plain not in self._once:
+            made = candidate(self.question, core, Spread(core.data, 1, 3, False), (0,))
+            self._once[plain] = host.once_s(made, self.cluster)
+        return self._once[plain]
+
     def bound(self, core: Core) -> float:
-        """Seconds that a step takes at least: the busiest rank's work, whatever the cuts, and the wait for the slowest
-        device."""
+        """Seconds that a step takes at least: the busiest rank's work, whatever the cuts, the wait for the slowest
+        device, and what comes once. Ranks that share processors leave them to others while they wait."""
         seconds = self.passes(core).sum(axis=1)
         busy = seconds.sum() / core.pipeline
         if core.pipeline > 1:
             key = (core.tensor, core.sequence_parallel, core.micro_batch, core.recompute)
+            busy -= self._waits[key] / core.pipeline * (self.cluster.device.sharing > 1)
             if key not in self._bottlenecks:
                 self._bottlenecks[key] = balance.bottlenecks(seconds, len(seconds))
             busy = max(busy, self._bottlenecks[key][core.stages - 1] / self.cluster.device.sharing)
-        return core.accumulation * float(busy) * self.slowest
+        return core.accumulation * float(busy) * self.slowest + self.once_s(core)
 
     def cut(self, each: Waiting) -> Waiting:
         """With stages, and a bound by them: a rank waits for the first micro-batch to come through the stages before
@@ -182,14 +195,15 @@ class Search:
         whole = core.schedule in ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
         ramp = stages[: core.pipeline, 0] + (stages[: core.pipeline, 1] if whole else 0.0)
         before = np.concatenate([[0.0], np.cumsum(ramp)[:-1]])
-        bound_s = float((core.accumulation * busy + before).max()) * self.slowest
+        bound_s = float((core.accumulation * busy + before).max()) * self.slowest + self.once_s(core)
         return each._replace(starts=starts, bound_s=max(bound_s, each.bound_s))
 
     def play(self, each: Waiting) -> Waiting:
         """With a bound by its schedule, which lasts as long however the weights are held."""
         made = candidate(self.question, each.core, Spread(each.core.data, 1, 3, False), each.starts)
         makespan_s = self.prices[each.core.tensor, each.core.sequence_parallel].makespan(made)
-        return each._replace(played=True, bound_s=max(makespan_s * self.slowest, each.bound_s))
+        bound_s = makespan_s * self.slowest + self.once_s(each.core)
+        return each._replace(played=True, bound_s=max(bound_s, each.bound_s))
 
     # Stages
 
@@ -222,7 +236,7 @@ class Search:
             if core.pipeline == 1 or full.sum() > core.pipeline:
                 return None
             shrunk = np.where(full > 1, shrunk / full, shrunk)
-            needs, room = _needs(profile, core, made, held, self.left(core), self.usable_bytes * shrunk)
+            needs, room = balance.needs(profile, core, made, held, self.left(core), self.usable_bytes * shrunk)
             found = balance.cut(self.passes(core).sum(axis=1), core.stages, needs, room)
             if found is None or found == made.starts:
                 return None
@@ -366,29 +380,6 @@ def _known(best: Mapping[tuple, Found], each: Waiting) -> bool:
 def _worst(best: dict[tuple, Found], top: int) -> float:
     """Seconds of the slowest plan that is wanted so far."""
     return sorted(found.cost.step_s for found in best.values())[top - 1] if len(best) >= top else math.inf
-
-
-def _needs(
-    profile: Profile, core: Core, made: Candidate, held: list[Memory], kept: np.ndarray, usable: np.ndarray
-) -> tuple[list[np.ndarray], list[float]]:
-    """For every stage the bytes that blocks take there, as far as they grow with blocks, and the room for them.
-
-    State goes with weights, as it does on the rank now; activations with ``kept`` bytes times the chunks in flight;
-    all else stays as it is.
-    """
-    numels = np.array([sum(weight.numel for weight in block.weights) for block in profile.blocks], float)
-    ends = [*made.starts[1:], len(numels)]
-    place = [stage_rank(core.schedule or "", stage, core.pipeline, core.chunks) for stage in range(core.stages)]
-    needs, room = [], []
-    for rank in place:
-        mine = [slice(b, e) for at, b, e in zip(place, made.starts, ends, strict=True) if at == rank]
-        states = held[rank].weights + held[rank].gradients + held[rank].optimizer
-        per_weight = states / max(sum(numels[part].sum() for part in mine), 1.0)
-        flights = sum(in_flight(core.schedule, core.pipeline, core.chunks, core.accumulation, rank)) / core.chunks
-        grows = states + flights * sum(kept[part].sum() for part in mine)
-        needs.append(balance.spans(numels * per_weight + kept * flights))
-        room.append((usable[rank] - (held[rank].total_bytes - grows)) / core.chunks)
-    return needs, room
 
 
 def _left(block: Block, recomputes: bool, core: Core) -> float:

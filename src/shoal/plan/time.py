@@ -6,7 +6,6 @@ docs/planning.md, section Time.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
@@ -22,33 +21,10 @@ from shoal.plan.ranks import stage_rank
 from shoal.plan.rates import op_seconds, stream_seconds
 from shoal.plan.sharded import alone
 from shoal.plan.simulate import Event, StageTime, as_run, closed_form, makespan_s, play
+from shoal.plan.work import Pass, Work, straggling
 
 #: Share of a block's forward that recomputing keeps on top of nothing, by level: "selective" is every second block.
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
-
-#: Spread of a device's time for a step over its mean: fitted to MPT on 8 to 512 and InternLM on 8 to 1,024 devices
-#: (0.035 to 0.047). Rates of devices are those of the slowest in a node of 8, on which they were fitted.
-JITTER, NODE = 0.04, 8
-
-
-class Pass(NamedTuple):
-    """Seconds of a forward or backward for one micro-batch. ``launch``: what the device waits for the host."""
-
-    compute: float = 0.0
-    launch: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.compute + self.launch + self.waits
-
-    @property
-    def waits(self) -> float:
-        """Of it, for other ranks."""
-        return self.tensor + self.context + self.expert
 
 
 class Part(NamedTuple):
@@ -58,18 +34,6 @@ class Part(NamedTuple):
     pairs: tuple[tuple[tuple[int, int], int], ...]
     first: int
     last: int
-
-
-class Work(NamedTuple):
-    """Seconds of one micro-batch on a part of the model."""
-
-    forward: Pass
-    backward: Pass
-
-    @property
-    def total(self) -> float:
-        """Both passes."""
-        return self.forward.total + self.backward.total
 
 
 def price(profile: Profile, candidate: Candidate, cluster: Cluster) -> Cost:
@@ -402,9 +366,3 @@ class Prices:
             return (numel * (states.gradient + states.weight) + nbytes) / device.host_bytes_per_s
         started = host.UPDATE * held.weights * device.launch_s * host.computes(device)
         return started + nbytes / (device.optimizer_bytes_per_s or device.memory_bytes_per_s * device.memory_share)
-
-
-def straggling(world: int) -> float:
-    """What waiting for the slowest of ``world`` devices adds, as a share of the time of the slowest of ``NODE``: the
-    greatest of n normal variables lies about sigma sqrt(2 ln n) above their mean."""
-    return JITTER * max(0.0, math.sqrt(2 * math.log(world)) - math.sqrt(2 * math.log(NODE)))

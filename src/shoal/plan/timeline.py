@@ -11,7 +11,8 @@ from shoal.plan.candidate import Candidate
 from shoal.plan.host import once_s
 from shoal.plan.schedule import Action
 from shoal.plan.simulate import Event
-from shoal.plan.time import Prices, Work, straggling
+from shoal.plan.time import Prices
+from shoal.plan.work import Work, straggling
 
 COLOURS = {
     "F": "#4c78a8",
