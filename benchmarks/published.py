@@ -219,14 +219,6 @@ def memory_pairs(found: Iterable[Outcome]) -> list[tuple[float, float]]:
     return [(one.case.memory_gib, one.memory_gib) for one in found if one.case.memory_gib and not one.case.oom]
 
 
-def panel(title: str, unit: str, files: dict[str, list[tuple[float, float]]]) -> picture.Panel:
-    """Predicted over published; the line is where they agree."""
-    every = [published for points in files.values() for published, _ in points]
-    ends = [(value, value) for value in (min(every), max(every))]
-    series = [picture.Series(name, points, ends) for name, points in files.items() if points]
-    return picture.Panel(title, (unit, unit), series)
-
-
 def middle(values):
     return statistics.median(values) if values else None
 
@@ -271,8 +263,10 @@ def main():
         drawn[path.stem] = found.values()
         print(text_of(files[-1]))
     if options.plot:
-        steps = panel("seconds of a step: predicted over published", "s", {n: step_pairs(f) for n, f in drawn.items()})
-        held = panel("GiB: predicted over published", "GiB", {n: memory_pairs(f) for n, f in drawn.items()})
+        steps = picture.against(
+            "seconds of a step: predicted over published", "s", {n: step_pairs(f) for n, f in drawn.items()}
+        )
+        held = picture.against("GiB: predicted over published", "GiB", {n: memory_pairs(f) for n, f in drawn.items()})
         picture.save(picture.drawn([steps, held]), options.plot, "published", "\n".join(map(text_of, files)))
     if options.json:
         print(json.dumps({"files": files}))

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from machine_jobs import JOBS, NEW
 
 from shoal.blueprint.stored import Sketch
+from shoal.cluster import picture
 from shoal.cluster.bench import LINKS, Bench
 from shoal.cluster.facts import Cluster
 from shoal.cluster.grid import MIB, Grid, grid
@@ -553,6 +554,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--raw", help="a file for what was measured")
     parser.add_argument("--from", dest="sources", nargs="+", help="such files, in place of measuring")
     parser.add_argument("--every", action="store_true", help="print every plan too")
+    parser.add_argument("--plot", help="a picture of predicted over measured steps, .svg or .html")
     return parser.parse_args()
 
 
@@ -560,6 +562,16 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
     """What was measured in several calls, of one batch on one machine."""
     read = [json.loads(Path(path).read_text()) for path in paths]
     return {**read[0], **{name: [each for one in read for each in one[name]] for name in ("constants", "rows")}}
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> Iterator[picture.Panel]:
+    """Predicted over measured steps, a chart for each world."""
+    for world in sorted({row["world"] for row in rows}):
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row["world"] == world:
+                pairs.setdefault(row["model"], []).append((row["measured_s"], row["predicted_s"]))
+        yield picture.against(f"{world} workers, seconds of a step: predicted over measured", "s", pairs)
 
 
 def main() -> None:
@@ -577,6 +589,8 @@ def main() -> None:
             print(f"{row['model']:6} {row['world']} {row['link']:10} {row['plan']:40} {row['measured_s']:.4f} "
                   f"{row['predicted_s']:.4f} {row['error']:+.0%}  {parts}")  # fmt: skip
     print("\n".join(table(rows, of)))
+    if args.plot:
+        picture.save(picture.drawn(list(panels(rows))), args.plot, "this machine", "\n".join(table(rows, of)))
     failed = [{**row, "plan": label(row["plan"])} for row in raw["rows"] if "error" in row]
     print(json.dumps({
         **_errors(rows), "median_tau": statistics.median(each["tau"] for each in of),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +67,13 @@ def svg(cluster: Cluster) -> str:
     if not panels:
         raise ConfigError(f"{cluster.name} holds no measured points to draw; measure it: shoal measure")
     return drawn(panels)
+
+
+def against(title: str, unit: str, pairs: Mapping[str, Points]) -> Panel:
+    """By name what was predicted over what was measured, as (measured, predicted); the line is where they agree."""
+    every = [measured for points in pairs.values() for measured, _ in points]
+    ends = [(value, value) for value in (min(every), max(every))]
+    return Panel(title, (unit, unit), [Series(name, points, ends) for name, points in pairs.items() if points])
 
 
 def drawn(panels: Sequence[Panel]) -> str:
