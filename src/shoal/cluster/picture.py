@@ -78,13 +78,13 @@ def against(title: str, unit: str, pairs: Mapping[str, Points]) -> Panel:
 
 def drawn(panels: Sequence[Panel]) -> str:
     """Charts side by side, as an SVG's text."""
-    across, width = 2, max(map(_width, panels))
+    across, width, height = 2, max(map(_width, panels)), max(map(_height, panels))
     rows = math.ceil(len(panels) / across)
     parts = [
-        f'<g transform="translate({index % across * width},{index // across * HEIGHT})">{_chart(panel)}</g>'
+        f'<g transform="translate({index % across * width},{index // across * height})">{_chart(panel)}</g>'
         for index, panel in enumerate(panels)
     ]
-    size = f'width="{across * width}" height="{rows * HEIGHT}"'
+    size = f'width="{across * width}" height="{rows * height}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
@@ -94,6 +94,11 @@ def drawn(panels: Sequence[Panel]) -> str:
 def _width(panel: Panel) -> int:
     """With its legend."""
     return _LEFT + _ACROSS + 34 + math.ceil(_LETTER * max(len(series.name) for series in panel.series))
+
+
+def _height(panel: Panel) -> int:
+    """With its legend, which may be longer."""
+    return max(HEIGHT, _TOP + 16 * len(panel.series) + 8)
 
 
 def _panels(cluster: Cluster) -> list[Panel]:
