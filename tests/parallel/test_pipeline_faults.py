@@ -205,3 +205,31 @@ def test_over_gloo_receives_are_posted_before_they_are_needed(tmp_path, schedule
     for kinds in run_ranks(rank, 2)[0]:
         first = [kind.startswith("RECV") for kind in kinds[: min(AHEAD, sum("RECV" in kind for kind in kinds))]]
         assert first and all(first), kinds
+
+
+class Aside(nn.Module):
+    """What its third layer takes without a gradient is made before the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.first(x)
+        aside = self.aside(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) + aside.detach() if number == 2 else layer(x)
+        return x
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_does_not_come_about_on_the_same_rank_counts_as_zeros(tmp_path):
+    """Stages next to each other on one rank hand gradients over without a buffer that could be zeroed."""
+    generator = torch.Generator().manual_seed(3)
+    data = Rows([(torch.randn(8, generator=generator), torch.tensor(n % 8)) for n in range(16)])
+    made = job(model=Aside, data=data, loss=cross, optimizer=sgd(0.1))
+    expected = trained(made, tmp_path / "alone", 1, 2, micro_batch=2)
+    found = trained(made, tmp_path / "zbv", 2, 2, micro_batch=2, mesh="pipeline=2", schedule="zbv", chunks=2)
+    assert found[0] == [pytest.approx(told, rel=1e-10) for told in expected[0]]
+    assert error(found[2], expected[2]) < 1e-10

@@ -6,8 +6,9 @@ import pytest
 from test_schedule import CELLS
 
 from shoal.core.errors import ConfigError
+from shoal.plan.flight import _flights, enough
 from shoal.plan.messages import AHEAD, Message, received_early, with_messages
-from shoal.plan.schedule import SCHEDULES, Action, action_lists, parts
+from shoal.plan.schedule import SCHEDULES, Action, action_lists, conflicts, parts
 
 pytestmark = pytest.mark.unit
 
@@ -96,3 +97,25 @@ def test_a_rank_that_waits_until_each_message_is_through_waits_for_nobody_who_wa
 def test_lists_that_wait_for_each_other_are_refused():
     with pytest.raises(ConfigError, match="lists wait for each other; use another schedule"):
         with_messages([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]])
+
+
+def states(found):
+    """Per rank, what differs."""
+    return [
+        {(each.heads[head], tuple(counts)) for head, counts in zip(each.head, each.counts, strict=True)}
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fewer_micro_batches_tell_what_is_in_flight_of_many(name, early):
+    """Memory is worked out from a step of the same states."""
+    cells = [(name, p, c, m) for p in (2, 3) for c in (1, 2, 3) for m in range(20, 33) if not conflicts(name, p, c, m)]
+    short = 0
+    for _, pipeline, chunks, micro_batches in cells:
+        fewer = enough(name, pipeline, micro_batches)
+        short += micro_batches - fewer
+        few, many = (states(_flights(name, pipeline, chunks, count, early)) for count in (fewer, micro_batches))
+        assert few == many, (pipeline, chunks, micro_batches)
+    assert short > 0 or name in ("gpipe", "looped-bfs")
