@@ -157,7 +157,7 @@ class Placing:
             reader_state=None, ranks=dist.get_world_size(), rank=dist.get_rank(), kernels={}, last_loss=None,
             windows_source=SimpleNamespace(identity="rows"),
             step_count=seed, settings=SimpleNamespace(seed=seed),
-            layout=SimpleNamespace(data_rank=0, data_ranks=1),
+            layout=SimpleNamespace(data_rank=0, data_ranks=1, plan=SimpleNamespace(compress=None)), buckets=None,
         )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def sharded_run(rank: int, ranks: int, seed: int, steps: int):
         model=model, optimizer=named, average=WeightAverage(model, None), held=Held(Mesh(shard=ranks), rank),
         schedule=still, scaler=still, reader_state=None, ranks=ranks, rank=rank, kernels={}, last_loss=None,
         step_count=steps, settings=SimpleNamespace(seed=seed), windows_source=SimpleNamespace(identity="rows"),
-        layout=SimpleNamespace(data_rank=0, data_ranks=1),
+        layout=SimpleNamespace(data_rank=0, data_ranks=1, plan=SimpleNamespace(compress=None)), buckets=None,
     )  # fmt: skip
 
 

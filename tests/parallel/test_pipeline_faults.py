@@ -233,3 +233,33 @@ def test_a_gradient_that_does_not_come_about_on_the_same_rank_counts_as_zeros(tm
     found = trained(made, tmp_path / "zbv", 2, 2, micro_batch=2, mesh="pipeline=2", schedule="zbv", chunks=2)
     assert found[0] == [pytest.approx(told, rel=1e-10) for told in expected[0]]
     assert error(found[2], expected[2]) < 1e-10
+
+
+class Skips(nn.Module):
+    """A U-net in little: what leaves a stage its own backward needs too, be it a residual or a Tanh's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.up = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            kept.append(x := layer(x))
+        for layer in self.up:
+            x = layer(x + kept.pop())
+        return x
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "chunks"), [("zbv", 2), ("dualpipev", 2), ("interleaved-zero-bubble", 2)])
+def test_what_leaves_a_stage_may_be_needed_by_its_own_backward(tmp_path, schedule, chunks):
+    """Backwards in halves detach in place what left, which the weights' half could then not use."""
+    generator = torch.Generator().manual_seed(3)
+    data = Rows([(torch.randn(8, generator=generator), torch.tensor(n % 8)) for n in range(16)])
+    made = job(model=Skips, data=data, loss=cross, optimizer=sgd(0.1))
+    expected = trained(made, tmp_path / "alone", 1, 2, micro_batch=2)
+    found = trained(made, tmp_path / schedule, 2, 2, micro_batch=2, mesh="pipeline=2", schedule=schedule, chunks=chunks)
+    assert found[0] == [pytest.approx(told, rel=1e-10) for told in expected[0]]
+    assert error(found[2], expected[2]) < 1e-10

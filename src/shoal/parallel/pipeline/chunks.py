@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
@@ -75,6 +76,19 @@ class Call:
     end: Callable[[Any], Tensor | None]  # on the last stage: from what the model returned to the loss
 
 
+class _Leave(torch.autograd.Function):
+    """The same values under a node of their own: schedules that split the backward detach in place what leaves a stage,
+    which nothing may be that the stage's own backward still needs, nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class Chunk(nn.Module):
     """A stage's part of the live model. Its parameters are the ones that the stage holds."""
 
@@ -103,7 +117,7 @@ class Chunk(nn.Module):
                 loss = call.end(result)
                 return () if loss is None else (loss,)
             known = {number: call.plain(known[number]) for number in stages.leaving(self.stage)}
-        return tuple(  # no views: schedules that split the backward detach what leaves in place
-            value.clone() if number in stages.crossing[self.stage] or value._is_view() else value
+        return tuple(
+            value.clone() if number in stages.crossing[self.stage] or value._is_view() else _Leave.apply(value)
             for number, value in ((n, known[n]) for n in stages.leaving(self.stage))
         )
