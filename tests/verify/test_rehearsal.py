@@ -193,9 +193,13 @@ def partly_frozen() -> nn.Module:
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("mesh", "more"), [("shard=2", {}), ("shard=2", {"recompute": "full"}), ("pipeline=2", {"schedule": "1f1b"})]
-)
-def test_frozen_blocks_send_no_gradients_and_are_not_gathered_again(mesh, more):
+    ("mesh", "bound", "more"),
+    [
+        ("shard=2", 0.03, {}), ("shard=2", 0.03, {"recompute": "full"}), ("pipeline=2", 0.05, {"schedule": "1f1b"}),
+        ("pipeline=2", 0.03, {"schedule": "zbv", "chunks": 2}),
+    ],
+)  # fmt: skip
+def test_frozen_blocks_send_no_gradients_and_are_not_gathered_again(mesh, bound, more):
     """A frozen trunk was foretold to be gathered for a backward that it has none of, or to send gradients back."""
     words = job(
         model=partly_frozen, data=Rows([(torch.zeros(16, dtype=torch.long),) * 2] * 64),
@@ -207,6 +211,7 @@ def test_frozen_blocks_send_no_gradients_and_are_not_gathered_again(mesh, more):
     for each in found.ranks:
         axis = mesh.partition("=")[0]
         assert 0 <= each.traffic(axis) - each.said.traffic.get(axis, 0) <= 512, "the one sum of a step"
+        assert abs(each.memory_error) < bound, found.lines()
         assert each.said.flops == pytest.approx(each.counted.flops, rel=0.1), "nothing frozen is run again"
 
 
