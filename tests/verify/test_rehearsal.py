@@ -215,6 +215,22 @@ def test_frozen_blocks_send_no_gradients_and_are_not_gathered_again(mesh, bound,
         assert each.said.flops == pytest.approx(each.counted.flops, rel=0.1), "nothing frozen is run again"
 
 
+@pytest.mark.unit
+def test_frozen_blocks_share_positions_before_blocks_that_run_again():
+    """What such a block reads and keeps has no gradient: its shape was told as a part's, then as the whole's, and
+    checkpointing took that for another forward."""
+    words = job(
+        model=partly_frozen, data=Rows([(torch.zeros(16, dtype=torch.long),) * 2] * 64),
+        loss=lambda output, targets: Loss(
+            F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+        ),
+    )  # fmt: skip
+    found = shoal.rehearse(
+        words, mesh="tensor=2", micro_batch=2, global_batch=4, sequence_parallel=True, recompute="full"
+    ).ranks[0]
+    assert found.said.flops == pytest.approx(found.counted.flops, rel=0.1)
+
+
 class Convolved(nn.Module):
     """Blocks of a convolution and a joint normalisation; [B, 3, 8, 8] -> [B, 4]."""
 

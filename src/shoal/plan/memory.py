@@ -193,7 +193,7 @@ class _Stage:
     @cached_property
     def undivided(self) -> bool:
         """Whether the first half of its backward is all of it: what comes in from frozen stages needs no gradient."""
-        return not self.first and not self.back
+        return not self.first and not self.profile.blocks[self.numbers.start].returns
 
     @cached_property
     def gathered(self) -> float:

@@ -280,7 +280,7 @@ class Search:
         message = np.full(core.pipeline, math.inf)  # the least that a rank sends or receives
         for stage, start in enumerate(starts[1:], 1):
             back[stage] = blocks[start].crossing(core.micro_batch)[1]
-            if core.schedule in HALVES and not back[stage]:
+            if core.schedule in HALVES and not blocks[start].returns:
                 left[stage] = 0.0  # its first half is all of its backward: nothing waits for a second
             if place[stage] != place[stage - 1]:
                 left[stage] += blocks[start].carried_bytes * core.micro_batch

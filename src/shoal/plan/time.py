@@ -244,7 +244,10 @@ class Prices:
         sends = [[self._sent(candidate, stage, nbytes) for nbytes in both] for stage, both in enumerate(sizes)]
         last = len(works) - 1
         holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
-        halves = [0.5, *(0.5 * (back > 0) for _, back in sizes)]  # into frozen stages nobody waits for a first half
+        halves = [
+            0.5,
+            *(0.5 * blocks[start].returns for start in candidate.starts[1:]),
+        ]  # into frozen stages nobody waits for a first half
         times = [
             StageTime(f.total + hold, b.total + hold, half * (b.total + hold), there, back, f.waits, b.waits)
             for (f, b), hold, half, (there, back) in zip(works, holds, halves, [*sends, (0.0, 0.0)], strict=True)
