@@ -200,8 +200,8 @@ def _lying(tensor: Tensor, target: Split | None, group: Group, begins: bool = Fa
 
 
 def _local(part: Tensor) -> Tensor:
-    """A part as it is read; of one without a gradient what it holds: checkpointing keeps such an argument as it is, asks
-    it for its shape, in a forward's operations and again outside of them, and must hear the same."""
+    """A part as it is read; of one without a gradient what it holds: checkpointing keeps such an argument as it is and
+    asks for its shape, within a forward's operations and outside of them, and must hear the same."""
     return part if part.requires_grad or not torch.is_grad_enabled() else part.detach()
 
 
