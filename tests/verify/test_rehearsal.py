@@ -239,6 +239,16 @@ def test_frozen_blocks_share_positions_before_blocks_that_run_again():
     assert found.said.flops == pytest.approx(found.counted.flops, rel=0.1)
 
 
+@pytest.mark.unit
+def test_a_rank_of_frozen_weights_alone_has_nothing_for_a_codec():
+    words = language()
+    words._given["model"] = partly_frozen
+    found = shoal.rehearse(
+        words, mesh="pipeline=2,replicate=2", micro_batch=2, global_batch=8, compress="bf16", predict=False
+    ).ranks[0]
+    assert "gradients" not in found.counted.memory
+
+
 class Convolved(nn.Module):
     """Blocks of a convolution and a joint normalisation; [B, 3, 8, 8] -> [B, 4]."""
 
