@@ -184,6 +184,35 @@ def test_a_batch_that_micro_batches_do_not_divide_is_refused_with_both_numbers()
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved-zero-bubble", 1), ("zbv", 2)])
+def test_a_stage_behind_frozen_ones_learns_where_backwards_come_in_halves(tmp_path, schedule, chunks):
+    """No input needs a gradient there: torch's halves found no weight's gradient, and nothing said so."""
+
+    def half_frozen():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(4)))
+        model[:2].requires_grad_(False)
+        return model
+
+    def losses(workers, **layout):
+        def rank(_):
+            torch.manual_seed(0)
+            run = start(made, tmp_path / f"{workers}", steps=4, epochs=4, micro_batch=2, global_batch=8, **layout)
+            found = [run.step(window).loss for window in run.windows()]
+            run.close()
+            return found
+
+        return run_ranks(rank, workers)[0]
+
+    samples = Rows([(torch.tensor([float(place)]), torch.tensor([float(place % 3)])) for place in range(8)])
+    made = job(
+        model=half_frozen, data=samples, loss=lambda o, t: Loss(((o - t) ** 2).sum(), len(o)), optimizer=sgd(0.1)
+    )
+    alone = losses(1)
+    assert losses(2, mesh="pipeline=2", schedule=schedule, chunks=chunks) == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0]
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_over_gloo_receives_are_posted_before_they_are_needed(tmp_path, schedule, chunks):
     """A gradient only began to come back when the forward's values before it were through a slow link."""

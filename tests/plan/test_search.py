@@ -257,6 +257,16 @@ def test_parts_of_a_plan_sum_to_its_step() -> None:
         assert min(found.cost) >= -1e-9
 
 
+def test_no_part_is_negative_where_messages_let_others_compute() -> None:
+    """Of ranks that share processors a message's wait may end a step earlier: sending was priced below nothing."""
+    on = cluster(8, inside=2e9, between=3e7)
+    shared = on.device.model_copy(update={"kernels": "cpu", "sharing": 3.0, "launch_s": 5e-5})
+    of = search(on.model_copy(update={"device": shared}), 12, SMALL._replace(layers=6, kv_heads=2, vocab=512), 64)
+    core = Core(8, 1, False, 1, 1, 12, "interleaved-zero-bubble", 1, "none")
+    cost = of.prices[1, False].price(candidate(of.question, core, Spread(1, 1, 3, False), of.starts(core)))
+    assert min(cost) >= 0 and sum(cost) == pytest.approx(cost.step_s)
+
+
 @pytest.mark.parametrize("world, step", [(4, 5), (64, 151)])
 def test_a_bound_is_never_above_the_price(world: int, step: int) -> None:
     """Of 64 devices the slowest is waited for, which every bound holds too."""

@@ -41,6 +41,7 @@ class Int8:
         mine = _packed(total[None])
         rest[rank] += total - _unpacked(mine, flat.dtype)[0]  # of the sum, whose error one rank keeps for all
         self.memory.leave(parts, rest.view(-1)[:numel])
+        del sent, total  # two bytes a number and more, beside what is unpacked last
         yield gather(got, mine, group=group, async_op=True)
         flat.copy_(_unpacked(got, flat.dtype).view(-1)[:numel])
 

@@ -92,7 +92,7 @@ def account(run: Run) -> dict[str, Any] | None:
         return None
     params = [param for _, param in run.buckets.parameters]
     weights = [matrix(param.shape) for param in params]
-    number_bytes = max(param.element_size() for param in params)
+    number_bytes = max((param.element_size() for param in params), default=0)  # a rank may have frozen weights alone
     sent, plain = (
         traffic(spec, weights, run.buckets.ranks, number_bytes).sent_bytes(run.buckets.ranks)
         for spec in (codec.spec, None)

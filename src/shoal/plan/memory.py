@@ -160,6 +160,8 @@ class _Stage:
     @cached_property
     def second_half(self) -> float:
         """Working bytes of a backward's second half: one weight's gradient."""
+        if self.undivided:
+            return 0.0
         weights = (weight for block in self.blocks.values() for weight in block.weights)
         return max((weight.numel for weight in weights if weight.trains), default=0) * 4.0
 
@@ -187,6 +189,11 @@ class _Stage:
     def back(self) -> float:
         """Bytes of gradients that go to the stage before."""
         return 0.0 if self.first else self.profile.blocks[self.numbers.start].crossing(self.samples)[1]
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the first half of its backward is all of it: what comes in from frozen stages needs no gradient."""
+        return not self.first and not self.profile.blocks[self.numbers.start].returns
 
     @cached_property
     def gathered(self) -> float:
@@ -219,7 +226,7 @@ class _Stage:
         """Bytes of each of HELD, of one micro-batch."""
         whole, came = self.kept + self.through + self.plain, self.entering + self.handed_in
         sent = self.leaving + self.handed_out
-        halved = whole + self.between - self.after_weights
+        halved = 0.0 if self.undivided else whole + self.between - self.after_weights
         return whole, halved, came, self.returning, sent, self.back, self.apart
 
     @cached_property
@@ -256,7 +263,7 @@ class _Rank:
         self.model = Sharded(profile, candidate, [number for span in spans.values() for number in span])
         if candidate.mesh.shard == 1:
             for stage in self.stages.values():
-                stage.apart = self.model.gradients_of(stage.numbers)
+                stage.apart = 0.0 if stage.undivided else self.model.gradients_of(stage.numbers)
 
     def flights(self) -> Flights:
         """What is in hand at the step's actions."""
@@ -290,7 +297,7 @@ class _Rank:
         ready = Ready(stage.numbers, gathered, through)
         if head.kind == "F":
             return 0.0, self.fullest(stage, True, head.micro, ready)
-        if head.kind == "B" or (head.kind == "W" and stage.first):
+        if head.kind == "B" or (head.kind == "W" and stage.first) or (head.kind == "I" and stage.undivided):
             live = self.fullest(stage, False, head.micro, ready)
             return stage.shared - stage.kept, live  # what the stage kept it uses up; its outputs stay until the end
         return 0.0, self.half(stage, head.kind == "I", ready)

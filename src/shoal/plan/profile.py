@@ -152,6 +152,11 @@ class Block(NamedTuple):
         """Whether a gradient comes to it: not where neither it nor what comes in is trained."""
         return not self.ops or any(op.backward for op in self.ops)
 
+    @property
+    def returns(self) -> bool:
+        """Whether gradients cross a cut before it back: not where all that comes in is of frozen blocks."""
+        return self.returned_bytes != 0
+
     def crossing(self, samples: int) -> tuple[float, float]:
         """Bytes that cross a cut before it for a micro-batch: values on, and gradients back."""
         grows, fixed = self.handed_bytes

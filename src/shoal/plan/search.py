@@ -280,6 +280,8 @@ class Search:
         message = np.full(core.pipeline, math.inf)  # the least that a rank sends or receives
         for stage, start in enumerate(starts[1:], 1):
             back[stage] = blocks[start].crossing(core.micro_batch)[1]
+            if core.schedule in HALVES and not blocks[start].returns:
+                left[stage] = 0.0  # its first half is all of its backward: nothing waits for a second
             if place[stage] != place[stage - 1]:
                 left[stage] += blocks[start].carried_bytes * core.micro_batch
                 message[place[stage - 1 : stage + 1]] = np.minimum(message[place[stage - 1 : stage + 1]], back[stage])

@@ -226,7 +226,7 @@ class Prices:
             return closed_form(*shape, times)
         whole = self._lasts(shape, times)
         free = self._pipeline(candidate._replace(blocking_s=0.0), works)[1]
-        return whole, whole - self._lasts(shape, [time._replace(send=0.0, back=0.0) for time in free])
+        return whole, max(0.0, whole - self._lasts(shape, [time._replace(send=0.0, back=0.0) for time in free]))
 
     def _lasts(self, shape: tuple[str, int, int, int], times: list[StageTime]) -> float:
         key = (*shape, tuple(times))
@@ -244,9 +244,13 @@ class Prices:
         sends = [[self._sent(candidate, stage, nbytes) for nbytes in both] for stage, both in enumerate(sizes)]
         last = len(works) - 1
         holds = [candidate.blocking_s * ((stage > 0) + (stage < last)) for stage in range(len(works))]
+        halves = [
+            0.5,
+            *(0.5 * blocks[start].returns for start in candidate.starts[1:]),
+        ]  # into frozen stages nobody waits for a first half
         times = [
-            StageTime(f.total + hold, b.total + hold, (b.total + hold) / 2, there, back, f.waits, b.waits)
-            for (f, b), hold, (there, back) in zip(works, holds, [*sends, (0.0, 0.0)], strict=True)
+            StageTime(f.total + hold, b.total + hold, half * (b.total + hold), there, back, f.waits, b.waits)
+            for (f, b), hold, half, (there, back) in zip(works, holds, halves, [*sends, (0.0, 0.0)], strict=True)
         ]
         shape = candidate.schedule or "1f1b", pipeline, candidate.chunks, candidate.accumulation
         return shape, as_run(shape[0], times)

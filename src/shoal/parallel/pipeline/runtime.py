@@ -102,10 +102,24 @@ class Stage(_PipelineStageBase):
                 self.fwd_cache[fwd_chunk_id] = outputs, []  # until it is sent
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """A backward, or its first half, which keeps the gradients that came back as long as its second needs them."""
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """A backward, or its first half, which keeps the gradients that came back as long as its second needs them.
+        Where nothing that came in needs a gradient (frozen stages before) the first is all of it: torch's halves meet
+        at what lies between inputs and weights, and find no weight's gradient without an input's."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._whole, last_backward)
         _let_go(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """A backward's second half, where there are two."""
+        if not self._whole:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether no backward comes in halves. (Of the first stage torch works out all in the second.)"""
+        return not self.is_first and not any(meta.requires_grad for meta in self._stage_meta.inputs or ())
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send dense copies: what is received has no strides. Nothing is left to the caller."""

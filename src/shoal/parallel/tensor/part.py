@@ -190,13 +190,19 @@ def _lying(tensor: Tensor, target: Split | None, group: Group, begins: bool = Fa
     """
     now = tensor._split if isinstance(tensor, Part) else None
     if now == target:
-        return tensor if now is not None else enter(tensor, group)
+        return _local(tensor) if now is not None else enter(tensor, group)
     if now is not None and not begins:
         group.gathers["arguments"] = group.gathers.get("arguments", 0) + 1
     if target is None:
         assert now is not None
         return enter_whole(tensor, now, group)
     return take(tensor if now is None else gather(tensor, now, group), target, group)
+
+
+def _local(part: Tensor) -> Tensor:
+    """A part as it is read; of one without a gradient what it holds: checkpointing keeps such an argument as it is and
+    asks for its shape, within a forward's operations and outside of them, and must hear the same."""
+    return part if part.requires_grad or not torch.is_grad_enabled() else part.detach()
 
 
 def _on_parts(func: Any, name: str, args: Any, kwargs: Any, found: list[Tensor], outcome: Outcome, group: Group) -> Any:
