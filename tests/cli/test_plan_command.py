@@ -21,7 +21,7 @@ from shoal.launch import planning
 from shoal.launch.answer import Planned, answer
 from shoal.launch.automatic import TOGETHER
 from shoal.launch.comparing import Trial, cost_lines, scaled, trial_lines, tried
-from shoal.launch.planning import Extras, checked, find_cluster, more, plan
+from shoal.launch.planning import Extras, checked, find_cluster, more, plan, shared
 from shoal.launch.sketch import sketch_of
 from shoal.plan import explain, scale
 from shoal.plan.mesh import Mesh
@@ -249,6 +249,23 @@ def test_two_plans_are_held_against_each_other(planned: Planned, saved: Path) ->
     wrong.write(saved / "wrong.toml")
     with pytest.raises(ConfigError, match="cut before 'nowhere', where the model has no place to cut"):
         comparison(planned, names[0], str(saved / "wrong.toml"))
+
+
+def test_plans_that_are_compared_say_for_which_batch_and_precision(planned: Planned) -> None:
+    one = planned.plan
+    other = one.model_copy(update={"global_batch": 2 * one.global_batch})
+    assert shared((one, one), "global_batch", None) == one.global_batch
+    assert shared((one, other), "global_batch", None) is None and shared((), "precision", None) is None
+    assert shared((one, one), "global_batch", 7) == 7
+
+
+def test_a_job_that_imports_what_is_not_here_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text("import nowhere_to_be_found.really\n")
+    with pytest.raises(ConfigError, match=r"needs.py imports nowhere_to_be_found, which is not here; install it"):
+        sketch_of(str(tmp_path / "needs.py"), {})
+    (tmp_path / "part.py").write_text("import json.nowhere\n")  # no package that could be installed
+    with pytest.raises(ModuleNotFoundError):
+        sketch_of(str(tmp_path / "part.py"), {})
 
 
 def test_a_mesh_that_is_asked_for_is_planned_alone(saved: Path) -> None:

@@ -34,7 +34,7 @@ def entry(case: str, out: Path, world: World) -> int:
     begin(case, world)
     beats = open_beats(out, world)
     beats.beat(0, "start")
-    for step in range(300 if case == "long" else 3):
+    for step in range(300 if case in ("long", "unsaved") else 3):
         beats.beat(step, "data_wait")
         if step == 2:
             fault(case, world)
@@ -44,7 +44,7 @@ def entry(case: str, out: Path, world: World) -> int:
         if asked.item():
             print(f"saved by {world.rank}", flush=True)
             return 75
-        if case == "long":
+        if case in ("long", "unsaved"):
             time.sleep(0.05)
             print("step", flush=True)
     total = torch.full((4096, 64), float(world.rank + 1))
@@ -113,7 +113,7 @@ def main() -> int:
     port = int(sys.argv[5]) if len(sys.argv) > 5 else None
     print(f"launcher={os.getpid()}", flush=True)
     start_s = {"unborn": 2.0, "unbegun": 2.0, "slow": 1.0}.get(case, 30.0)
-    watch = Watch(least_s=1.0, pause_s=30.0, start_s=start_s, stacks_s=0.5)
+    watch = Watch(least_s=1.0, pause_s=30.0, start_s=start_s, stacks_s=0.5, saves=case != "unsaved")
     if case == "unborn":  # as a fork that waits for a thread which its parent had
         register = worker.register_stacks
         worker.register_stacks = lambda folder, rank: time.sleep(600) if rank == 1 else register(folder, rank)

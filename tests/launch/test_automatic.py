@@ -119,6 +119,8 @@ def test_plain_replicate_does_not_cut_a_batch_that_fits(tmp_path: Path, known: d
     plan = Plan.read(str(found.settings.plan))
     assert (plan.mesh, plan.micro_batch, plan.accumulation) == (Mesh(replicate=2), 4, 1)
     assert found.lines[0].startswith("layout: replicate=2, 1 x 4")
+    assert "(both cut finer: replicate=2, 4 x 1, " in found.lines[1]  # whose seconds these are
+    assert "cut finer" not in decide(Wide(), settings(tmp_path, micro_batch=1), 2).lines[1]
 
 
 def test_a_batch_that_does_not_fit_is_cut(tmp_path: Path, known: dict) -> None:

@@ -126,6 +126,18 @@ def test_a_stop_request_ends_with_a_code_of_its_own_after_the_save(tmp_path, num
     assert stderr.count("stopping") == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_where_there_is_nothing_to_save_a_stop_request_ends_all_at_once(tmp_path, number, status):
+    """Measuring and verifying said that they would save at the step's end, and went on to theirs."""
+    process = start("unsaved", tmp_path)
+    until(process, "step")
+    process.send_signal(number)
+    code, stdout, stderr = finish(process, tmp_path)
+    assert code == status and "saved" not in stdout and "stopping" not in stderr
+
+
 def test_a_request_that_comes_more_than_once_at_once_is_one(tmp_path):
     """`timeout make train` hands it on to the group and make hands it on again, also when the workers have just saved
     and the launcher is about to leave."""

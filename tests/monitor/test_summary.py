@@ -149,3 +149,16 @@ def test_the_start_says_the_batch_the_length_and_where_every_value_is_from() -> 
         "by default: --clip=None",
     ]
     assert start_text({"out": "x", "steps": None}) == []
+
+
+def test_the_start_says_what_a_plans_file_decided_with_its_values() -> None:
+    """Settings that a file decides are None themselves: ``--mesh=None`` was said of a run on two replicas."""
+    record = {
+        "settings": {"mesh": None, "precision": None, "clip": 1.0},
+        "plan": {"mesh": {"pipeline": 1, "replicate": 2, "shard": 1, "context": 1, "tensor": 2}, "precision": "bf16"},
+        "origins": {"settings": {"mesh": "plan", "precision": "plan", "clip": "given"}},
+    }
+    assert start_text(record) == [
+        "given: --clip=1.0",
+        "decided by the plan's file: --mesh=replicate=2,tensor=2 --precision=bf16",
+    ]

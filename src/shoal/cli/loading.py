@@ -12,12 +12,15 @@ from shoal.core.errors import ShoalError
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Shoal's own errors as one line on stderr and exit status 1."""
+    """Shoal's own errors as one line on stderr and exit status 1; Ctrl-C as one line and 130, as shells have it."""
     try:
         yield
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 @contextmanager

@@ -54,14 +54,15 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
 ) -> None:
     """Run the command. Exit status: 0 where a plan fits, else 1."""
-    from shoal.launch.planning import Extras, checked, more, plan
+    from shoal.launch.planning import Extras, checked, more, plan, shared
 
     asked = Extras(compare, scale, scale_plot, price, timeline, trials, out, save_blueprint, mesh)
     with told():
         extras = checked(asked, file)
         planned = plan(
             file, fields=overrides or [], blueprint=blueprint, cluster=cluster, world=world,
-            global_batch=global_batch, precision=precision, top=top, mesh=mesh,
+            global_batch=shared(extras.plans, "global_batch", global_batch),
+            precision=shared(extras.plans, "precision", precision), top=top, mesh=mesh,
         )  # fmt: skip
         if save_blueprint is not None:
             planned.sketch.write(save_blueprint)

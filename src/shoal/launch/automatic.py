@@ -150,10 +150,13 @@ def _planned(found: Sketch, settings: RunSettings, known: cached.Kept) -> Decisi
         return _untraced(planned, settings)
     ranked = sorted(planned.best, key=lambda found: _corrected(found.cost, ratios))
     chosen, plain = ranked[0], _plain(planned)
-    best_s = _corrected(chosen.cost, ratios)
     why = _why(planned, chosen, plain, ratios)
-    if plain is not None and _corrected(plain.cost, ratios) < GAIN * best_s:
-        chosen = _uncut(planned, plain, settings.micro_batch) or chosen
+    if plain is not None and _corrected(plain.cost, ratios) < GAIN * _corrected(chosen.cost, ratios):
+        whole = _uncut(planned, plain, settings.micro_batch) or chosen
+        if _corrected(whole.cost, ratios) > (1 + EQUAL) * _corrected(plain.cost, ratios):
+            cut = f"{layout(plain.candidate)}, {seconds(_corrected(plain.cost, ratios))}"
+            why += f" (both cut finer: {cut}; which cut is fastest is not foretold well enough to cut what fits)"
+        chosen = whole
     plan = planned.as_plan(chosen.candidate)
     parts = {name: value * ratios.get(name, 1.0) for name, value in _parts(chosen.cost).items()}
     step_s = sum(parts.values())

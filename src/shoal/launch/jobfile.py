@@ -48,6 +48,14 @@ def load_class(file: str, name: str | None = None) -> type[Job]:
     stopped = ""
     try:
         spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in sys.modules:
+            raise
+        package = error.name.partition(".")[0]
+        raise ConfigError(
+            f"{file} imports {error.name}, which is not here; install it (pip install {package}) into the environment "
+            f"that runs shoal, or put {package}.py beside the file"
+        ) from None
     except LoadingStops:
         stopped = "; loading it stopped at its call of shoal.train"
     finally:

@@ -73,9 +73,10 @@ def run_workers(
     """Run ``entry`` in ``workers`` processes and return the exit code; what failed first is last on stderr.
 
     Restarts all workers after a failure, up to ``restarts`` times, if they had done a step and the error is
-    not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers. Call from
-    the main thread. On CPU workers are forked; where forks would not work they are fresh processes, as on CUDA, and
-    ``entry`` must be picklable. Raises ConfigError, LaunchError."""
+    not one of Shoal's own. SIGINT and SIGTERM ask to save and end; a second one kills the workers, and the first does
+    where there is nothing to save (``watch.saves``), with KeyboardInterrupt or SystemExit. Call from the main thread.
+    On CPU workers are forked; where forks would not work they are fresh processes, as on CUDA, and ``entry`` must be
+    picklable. Raises ConfigError, LaunchError."""
     _check(workers, device, port)
     folder = out / "launch"
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +171,8 @@ class _Attempt:
             if all(done_path(self.folder, rank).exists() for rank in self._pids):
                 return self._leave(context), None
             last_s = now_s
+            if asked.count and not self.watch.saves:
+                raise KeyboardInterrupt if asked.number == signal.SIGINT else SystemExit(128 + asked.number)
             if asked.count > forwarded:
                 forwarded = asked.count
                 if forwarded > 1:

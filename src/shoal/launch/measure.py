@@ -23,6 +23,7 @@ from shoal.cluster.measure import measure as measure_world
 from shoal.core.errors import ConfigError, WorkerFailure
 from shoal.core.toml import check_writable
 from shoal.launch.local import run_workers
+from shoal.launch.watch import Watch
 from shoal.launch.worker import open_beats
 from shoal.launch.world import World, device_kind, find_world, join, leave, worker_count
 
@@ -154,7 +155,8 @@ def _joined(world: World, kind: str, sizes: Grid, folder: Path, quiet: bool) -> 
 
 def _alone(count: int, kind: str, sizes: Grid, folder: Path, quiet: bool) -> Cluster:
     with tempfile.TemporaryDirectory(prefix="shoal-measure-") as out:
-        status = run_workers(Entry(kind, sizes, folder.absolute(), Path(out), quiet), count, Path(out), device=kind)
+        entry = Entry(kind, sizes, folder.absolute(), Path(out), quiet)
+        status = run_workers(entry, count, Path(out), device=kind, watch=Watch(saves=False))
         if status:
             raise WorkerFailure(f"measuring ended with status {status}; the cause is on stderr, above")
         return Cluster.read(Path(out) / "cluster.toml")

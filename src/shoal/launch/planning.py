@@ -124,6 +124,12 @@ def checked(extras: Extras, file: str | None) -> Extras:
     return extras._replace(plans=extras.plans or tuple(Plan.read(path) for path in extras.compare or ()))
 
 
+def shared(plans: Sequence[Plan], field: str, asked: Any) -> Any:
+    """What was asked for, or else what all plans that are compared have."""
+    values = {getattr(plan, field) for plan in plans}
+    return values.pop() if asked is None and len(values) == 1 else asked
+
+
 class Told(NamedTuple):
     """What else was asked: in lines, and in plain values."""
 

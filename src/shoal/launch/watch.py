@@ -39,7 +39,8 @@ class Watch:
     """When a rank counts as standing still: times in seconds.
 
     ``start_s``: before the first beat; ``pause_s`` also for a step, and ``first_step_s`` for the first, in which a rank
-    computes.
+    computes. ``saves``: whether ranks save what they have when they are asked to end; else there is nothing to save,
+    and they are ended at once.
     """
 
     least_s: float = 10.0
@@ -48,6 +49,7 @@ class Watch:
     first_step_s: float = 1800.0
     factor: float = 5.0
     stacks_s: float = 1.0
+    saves: bool = True
 
 
 @dataclass(frozen=True)

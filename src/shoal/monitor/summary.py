@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.fields import flat
+from shoal.plan.mesh import Mesh
 
 PARTS = {
     "data_wait_s": "waiting for data",
@@ -170,7 +171,7 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
             if record.get(name) is not None
         ]
         lines.append("; ".join([text.format(**batch), *lengths]))
-    origins = record.get("origins") or {}
+    origins, decided = record.get("origins") or {}, _decided(record.get("plan") or {})
     for origin, words in (
         ("given", "given"),
         ("job", "from the job's file"),
@@ -179,7 +180,8 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
         ("default", "by default"),
     ):
         shown = [
-            f"{name if part == 'fields' else '--' + name.replace('_', '-')}={_typed(value)}"
+            f"{name if part == 'fields' else '--' + name.replace('_', '-')}="
+            f"{_typed(decided.get(name, value) if origin == 'plan' else value)}"
             for part in ("fields", "settings")
             for name, value in flat(record.get(part) or {})
             if (origins.get(part) or {}).get(name) == origin
@@ -187,6 +189,12 @@ def start_text(record: Mapping[str, Any]) -> list[str]:
         if shown:
             lines.append(f"{words}: {' '.join(shown)}")
     return lines
+
+
+def _decided(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's values as they are typed."""
+    mesh = {"mesh": str(Mesh.parse(plan["mesh"]))} if "mesh" in plan else {}
+    return {**plan, **mesh}
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from shoal.engine.settings import RunSettings
 from shoal.job import Job
 from shoal.launch.jobfile import LoadingStops, load_class, loading, make_job, make_settings, origins
 from shoal.launch.local import run_workers
+from shoal.launch.watch import Watch
 from shoal.launch.worker import error_path
 from shoal.launch.world import find_world
 from shoal.plan.mesh import Mesh
@@ -254,7 +255,7 @@ class Runs:
         )
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            status = run_workers(entry, ranks, out / "run", device=self.device)
+            status = run_workers(entry, ranks, out / "run", device=self.device, watch=Watch(saves=False))
         if status:
             return _failure(out / "run" / "launch", ranks, said.getvalue())
         return Recording(probes)
