@@ -224,7 +224,7 @@ def _obvious(search: Search, best: Found) -> tuple[Tried, ...]:
             continue
 
         def of(core: Core, spread: Spread, axis: str = axis) -> bool:
-            return core.data == world and getattr(spread, axis) == world and (axis == "replicate" or spread.level == 3)
+            return core.data == world and getattr(spread, axis) == world
 
         found = search.run(1, of, lambda core: core.data == world)
         least = None if found.best else search.least(lambda core: core.data == world, axis)
