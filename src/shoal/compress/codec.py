@@ -14,9 +14,8 @@ from shoal.plan.codec import Codec as Spec
 from shoal.plan.codec import Matrix, matrix
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the old name warns from torch 2.13 on
-Stages = Iterator[
-    dist.Work | None
-]  # collectives on their way, one after the other (None: of a group without this rank)
+#: Collectives on their way, one after the other; None: of a group without this rank.
+Stages = Iterator[dist.Work | None]
 ERROR = "error"  # what a rank has not sent of a parameter's gradient: each rank's own
 
 
@@ -67,6 +66,17 @@ class Memory:
     def forget(self) -> None:
         """The step is not applied."""
         self.left.clear()
+
+
+class Remembers:
+    """What codecs have in common that keep what they did not send."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.memory = spec, Memory()
+
+    def begin(self, name: str, param: nn.Parameter) -> None:
+        """No error yet."""
+        self.memory.begin(name, param)
 
 
 def carries(spec: Spec, param: Tensor) -> bool:

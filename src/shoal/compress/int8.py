@@ -6,26 +6,18 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.compress.codec import Memory, Part, Stages, gather
+from shoal.compress.codec import Part, Remembers, Stages, gather
 from shoal.plan.codec import BLOCK
-from shoal.plan.codec import Codec as Spec
 
 
-class Int8:
+class Int8(Remembers):
     """A quantised reduce-scatter as an all-to-all, a sum in the gradient's own type, and an all-gather of the sum,
     quantised again: two quantisations, however many ranks. Sums of int8 would overflow.
 
     What rounding to the nearest takes away, in either of them, is added in the next step.
     """
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.memory = spec, Memory()
-
-    def begin(self, name: str, param: nn.Parameter) -> None:
-        """No error yet."""
-        self.memory.begin(name, param)
 
     def reduce(self, parts: Sequence[Part], flat: Tensor, group: dist.ProcessGroup | None) -> Stages:
         """Collective. N bytes and N / 256 scales, padded to whole blocks on every rank, go out twice."""

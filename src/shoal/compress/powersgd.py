@@ -9,26 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.compress.codec import Memory, Part, Stages
-from shoal.plan.codec import Codec as Spec
+from shoal.compress.codec import Part, Remembers, Stages
 from shoal.plan.codec import matrix
 
 FACTOR = "factor"  # Q of the step before, equal on all ranks
 
 
-class PowerSGD:
+class PowerSGD(Remembers):
     """One step of a power iteration, algorithm 1 of the paper, in sums: with M = gradient + error of a rank and Q of
     the step before, P = sum of M Q is made orthonormal, Q = sum of its M^T P, and P Q^T stands for the sum of M.
 
     What a rank's own part of that leaves of its M is its error, so that errors add up to what the sum lacks.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.memory = spec, Memory()
-
     def begin(self, name: str, param: nn.Parameter) -> None:
         """No error yet, and a Q that only the name decides."""
-        self.memory.begin(name, param)
+        super().begin(name, param)
         of = matrix(param.shape)
         drawn = torch.randn(of.columns, self.spec.rank(of), generator=torch.Generator().manual_seed(_seed(name)))
         self.memory.kept[FACTOR, name] = drawn.to(param.device, param.dtype)

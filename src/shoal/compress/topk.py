@@ -6,24 +6,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.compress.codec import Memory, Part, Stages, gather
-from shoal.plan.codec import Codec as Spec
+from shoal.compress.codec import Part, Remembers, Stages, gather
 
 
-class TopK:
+class TopK(Remembers):
     """Each rank sends its largest values and their places to all, who add them up in the order of ranks.
 
     A value that is not finite is among the largest, so that every rank sees it.
     """
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.memory = spec, Memory()
-
-    def begin(self, name: str, param: nn.Parameter) -> None:
-        """No error yet."""
-        self.memory.begin(name, param)
 
     def reduce(self, parts: Sequence[Part], flat: Tensor, group: dist.ProcessGroup | None) -> Stages:
         """Collective. One all-gather of k values and k places (int32) of each parameter."""
